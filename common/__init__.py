@@ -1,0 +1,1 @@
+"""What the cloud and the edge share: layout, codecs, aggregator, journal and transport. Imports neither of them."""

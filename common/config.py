@@ -1,0 +1,288 @@
+"""The fleet file: every setting, its unit and its default. Unknown keys are refused; errors name the key and what is allowed.
+
+``load("fleet.yaml")`` reads one. All classes are keyword-only and frozen; a preset fills in what the file leaves out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
+
+from fleetddp.common.errors import ConfigError
+from fleetddp.common.update import Tier
+
+NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of every section of the fleet file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SecurityConfig(Section):
+    """Mutual TLS: all three files, or ``insecure: true`` (plaintext is otherwise allowed on loopback only)."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    insecure: bool = False
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> SecurityConfig:
+        given = [name for name in ("ca", "cert", "key") if getattr(self, name) is not None]
+        if len(given) not in (0, 3):
+            raise ValueError(f"mutual TLS needs ca, cert and key together; only {', '.join(given)} given")
+        if given and self.insecure:
+            raise ValueError("insecure: true contradicts ca, cert and key; remove one of them")
+        return self
+
+
+class CoordinatorConfig(Section):
+    """Where the coordinator listens and keeps its journal."""
+
+    address: str = "127.0.0.1:7070"  # what members dial
+    listen: str = ""  # what the server binds; empty: the address
+    journal: Path = Path("fleet-journal")
+    keep_versions: PositiveInt = 3
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0  # Prometheus; 0: off
+
+    @field_validator("address", "listen")
+    @classmethod
+    def _host_port(cls, value: str) -> str:
+        if value and not value.startswith("unix:"):
+            host, _, port = value.rpartition(":")
+            if not host or not port.isdigit():
+                raise ValueError(f"{value!r} is not HOST:PORT")
+        return value
+
+
+class MembersConfig(Section):
+    """Who may take part and when a silent member is given up."""
+
+    sites: tuple[NodeName, ...] = ()  # naming a site makes `require: [site]` the default of semi_sync
+    allow: tuple[str, ...] = ("*",)  # shell patterns of node names that may join
+    heartbeat_s: PositiveFloat = 5.0
+    lease_s: PositiveFloat = 20.0  # a member silent for so long is no longer expected
+    stall_s: PositiveFloat = 20.0  # a transfer without a byte for so long is dropped
+
+    @model_validator(mode="after")
+    def _lease_outlives_heartbeat(self) -> MembersConfig:
+        if self.lease_s <= self.heartbeat_s:
+            raise ValueError(f"lease_s ({self.lease_s}) must be greater than heartbeat_s ({self.heartbeat_s})")
+        return self
+
+
+Preset = Literal["sync", "semi_sync", "async", "fedbuff", "periodic"]
+
+
+class WindowConfig(Section):
+    """When to merge (design §4). ``None`` means: as the preset says (table ``PRESETS`` in window.py)."""
+
+    preset: Preset = "semi_sync"
+    quorum: PositiveInt | Fraction | None = None  # an int counts updates; a float is a fraction of the live members
+    require: tuple[Tier, ...] | None = None
+    grace_s: Annotated[float, Field(ge=0)] | Literal["auto"] | None = None
+    deadline_s: PositiveFloat | None = None
+    min_updates: PositiveInt | None = None
+
+
+class Constant(Section):
+    """No discount: d(s) = 1."""
+
+    kind: Literal["constant"] = "constant"
+
+
+class Polynomial(Section):
+    """d(s) = (1 + s)^-a (Xie et al., Asynchronous Federated Optimization, 2019, §5)."""
+
+    kind: Literal["polynomial"] = "polynomial"
+    a: Annotated[float, Field(ge=0)] = 0.5
+
+
+class Hinge(Section):
+    """d(s) = 1 if s <= b else 1 / (a (s - b) + 1) (ibid.)."""
+
+    kind: Literal["hinge"] = "hinge"
+    a: PositiveFloat = 10.0
+    b: Annotated[float, Field(ge=0)] = 4.0
+
+
+Discount = Annotated[Constant | Polynomial | Hinge, Field(discriminator="kind")]
+
+
+class StalenessConfig(Section):
+    """How much a late update counts, and from when on it is refused."""
+
+    max_staleness: Annotated[int, Field(ge=0)] = 10
+    discount: Discount = Polynomial()
+
+
+class MergeConfig(Section):
+    """How to weigh updates."""
+
+    share: Literal["samples"] | dict[Tier, PositiveFloat] = "samples"
+    staleness: StalenessConfig = StalenessConfig()
+    tiers: dict[Tier, StalenessConfig] = {}  # overrides ``staleness`` for a tier
+    gradient_lr: PositiveFloat = 0.01  # a `gradient` joins as the delta of one local step of this size
+
+    def for_tier(self, tier: Tier) -> StalenessConfig:
+        """The staleness rule of one leaf tier."""
+        return self.tiers.get(tier, self.staleness)
+
+
+class OuterConfig(Section):
+    """The outer optimizer: a class of torch.optim by name, its arguments, or a preset (``diloco``: SGD 0.7, Nesterov 0.9)."""
+
+    preset: Literal["average", "diloco", "fedasync"] | None = None
+    optimizer: str = "SGD"
+    options: dict[str, Any] = {"lr": 1.0}
+
+    @model_validator(mode="after")
+    def _preset_or_optimizer(self) -> OuterConfig:
+        if self.preset is not None and {"optimizer", "options"} & self.model_fields_set:
+            raise ValueError("give either preset, or optimizer and options; not both")
+        return self
+
+
+class LimitsConfig(Section):
+    """What an update may be. Anything beyond is refused before it is staged or merged."""
+
+    max_norm: PositiveFloat | None = None  # of the decoded parameters of one update
+    max_samples: PositiveFloat = 1e9  # behind one update
+    max_elements: PositiveInt = 2**34
+
+
+class UntilConfig(Section):
+    """When the run ends: at the first of these that is given. None given: never by itself."""
+
+    versions: PositiveInt | None = None
+    metric: str | None = None  # a metric that members report for versions, e.g. "accuracy"
+    at_least: float | None = None
+    hours: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _metric_has_a_target(self) -> UntilConfig:
+        if (self.metric is None) != (self.at_least is None):
+            raise ValueError("until.metric and until.at_least go together")
+        return self
+
+
+class StartConfig(Section):
+    """Where version 0 comes from: a safetensors file, or the first site's upload."""
+
+    bootstrap: Literal["site", "file"] = "site"
+    file: Path | None = None
+
+    @model_validator(mode="after")
+    def _file_named(self) -> StartConfig:
+        if (self.bootstrap == "file") != (self.file is not None):
+            raise ValueError("start.bootstrap: file needs start.file, and start.file needs bootstrap: file")
+        return self
+
+
+class TaskConfig(Section):
+    """The user's Task: ``target`` is ``package.module:Class``; ``args`` are passed to it as keywords."""
+
+    target: str
+    args: dict[str, Any] = {}
+
+    @field_validator("target")
+    @classmethod
+    def _module_colon_name(cls, value: str) -> str:
+        if value.count(":") != 1 or not all(value.split(":")):
+            raise ValueError(f"{value!r} is not package.module:Class")
+        return value
+
+
+class SiteConfig(Section):
+    """How a site takes part; read by ``fleetddp.cloud.train``, and the defaults of ``FleetDDP``."""
+
+    sync_every: PositiveInt = 100  # counted optimizer steps between boundaries
+    codec: str = "float32"
+    uplink: Literal["every_rank", "per_node", "rank0"] = "every_rank"
+    wait_s: Annotated[float, Field(ge=0)] | None = None  # at a boundary, for a new version; None: as long as it takes
+    checkpoint: Path | None = None
+    checkpoint_every: PositiveInt = 1  # boundaries
+    epochs: PositiveInt = 1_000_000
+    batch_size: PositiveInt = 32
+    buffers: Literal["average", "local"] = "average"
+
+
+class EdgeConfig(Section):
+    """How an edge node takes part."""
+
+    update: Literal["delta", "gradient"] = "delta"
+    steps: PositiveInt | None = None  # local optimizer steps per update; None: whole epochs
+    epochs: PositiveInt = 1
+    batch_size: PositiveInt = 32
+    codec: str = "float32"
+    state: Path = Path("edge-state")  # the outbox and the newest version live in <state>/<node>
+    max_outbox: PositiveInt = 16  # updates offered and not yet settled; beyond it the node waits
+    buffers: Literal["average", "local"] = "average"
+
+
+class FleetConfig(Section):
+    """A whole fleet file."""
+
+    run: NodeName = "fleet"
+    coordinator: CoordinatorConfig = CoordinatorConfig()
+    security: SecurityConfig = SecurityConfig()
+    members: MembersConfig = MembersConfig()
+    window: WindowConfig = WindowConfig()
+    merge: MergeConfig = MergeConfig()
+    outer: OuterConfig = OuterConfig()
+    publish: Literal["float32", "bfloat16", "int8"] = "float32"
+    limits: LimitsConfig = LimitsConfig()
+    until: UntilConfig = UntilConfig()
+    start: StartConfig = StartConfig()
+    task: TaskConfig | None = None
+    site: SiteConfig = SiteConfig()
+    edge: EdgeConfig = EdgeConfig()
+    seed: int = 0
+
+
+def parse(data: object, *, source: str = "fleet file") -> FleetConfig:
+    """Validate a mapping; raises ``ConfigError`` with one line for each wrong key."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source}: a fleet file is a mapping of sections, not {type(data).__name__}")
+    try:
+        return FleetConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(source, e) for e in error.errors())) from None
+
+
+def load(path: str | Path) -> FleetConfig:
+    """Read and validate a YAML fleet file; relative paths in it are relative to the working directory."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the fleet file {path}: {error.strerror}") from error
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    return parse({} if data is None else data, source=str(path))
+
+
+def _explain(source: str, error: Any) -> str:
+    """One line: which key, what is wrong, and for an unknown key which keys there are."""
+    where = ".".join(str(part) for part in error["loc"]) or "(top level)"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        message = f"unknown key; allowed here: {', '.join(_keys_beside(error['loc']))}"
+    return f"{source}: {where}: {message}"
+
+
+def _keys_beside(loc: tuple[Any, ...]) -> list[str]:
+    section: Any = FleetConfig
+    for part in loc[:-1]:
+        field = getattr(section, "model_fields", {}).get(part)
+        if field is None:
+            return sorted(getattr(section, "model_fields", {}))
+        section = field.annotation
+    return sorted(getattr(section, "model_fields", {}))

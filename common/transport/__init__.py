@@ -1,0 +1,61 @@
+"""How children and parents talk: one interface, ``Parent``, over gRPC (``uplink``) or in memory (``memory``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, News
+from fleetddp.common.layout import Layout
+from fleetddp.common.update import Receipt, Slice, UpdateHeader, Version
+
+Sink = Callable[[int, memoryview], None]  # (offset in the version's payload, bytes): where pulled chunks go
+
+
+class Parent(Protocol):
+    """What a child needs of its parent, whatever carries it.
+
+    Every method raises ``Refused`` when the parent says no and ``Unreachable`` when it cannot be asked; ``join``, ``heartbeat``,
+    ``leave``, ``layout`` and ``status`` are single attempts, ``pull`` and ``push`` retry and resume by themselves while progress is
+    made. All block the calling thread, may be called from several threads, and return at once with ``Unreachable`` after ``close``.
+    """
+
+    def join(self, request: Join) -> Joined:
+        """Enter the fleet."""
+        ...
+
+    def heartbeat(self, request: Heartbeat) -> Heard:
+        """Extend the lease; hear about open updates."""
+        ...
+
+    def leave(self, node: str, incarnation: int) -> None:
+        """Go for good."""
+        ...
+
+    def layout(self) -> Layout:
+        """The run's layout; ``Refused(NO_VERSION)`` before the first weights."""
+        ...
+
+    def pull(self, version: int, ranges: Sequence[ByteRange], sink: Sink) -> Version:
+        """Bring byte ranges of a version's published payload (none: all of it) to ``sink``, each byte once, checked."""
+        ...
+
+    def push(self, header: UpdateHeader, slice: Slice, payload: memoryview) -> Receipt:
+        """Send one stream of an update; returns when the update is accepted, settled or refused.
+
+        A refusal of the update is *returned* as a receipt of state ``REFUSED``, not raised; a repeat is answered with the
+        receipt of the update as it stands, ``duplicate`` set.
+        """
+        ...
+
+    def watch(self, node: str, incarnation: int, after_version: int) -> Iterator[News]:
+        """News as they come, until the stream breaks (``Unreachable``) or the parent is closed."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """What ``fleetddp status`` shows."""
+        ...
+
+    def close(self) -> None:
+        """Drop the connection; calls in flight end with ``Unreachable``."""
+        ...
