@@ -1,0 +1,351 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_UNSPECIFIED: _ClassVar[Tier]
+    SITE: _ClassVar[Tier]
+    EDGE: _ClassVar[Tier]
+    REGION: _ClassVar[Tier]
+
+class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KIND_UNSPECIFIED: _ClassVar[Kind]
+    INIT: _ClassVar[Kind]
+    DELTA: _ClassVar[Kind]
+    GRADIENT: _ClassVar[Kind]
+    LOGITS: _ClassVar[Kind]
+    PARTIAL: _ClassVar[Kind]
+
+class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STATE_UNSPECIFIED: _ClassVar[State]
+    STAGED: _ClassVar[State]
+    ACCEPTED: _ClassVar[State]
+    MERGED: _ClassVar[State]
+    EXPIRED: _ClassVar[State]
+    REFUSED: _ClassVar[State]
+    UNKNOWN: _ClassVar[State]
+TIER_UNSPECIFIED: Tier
+SITE: Tier
+EDGE: Tier
+REGION: Tier
+KIND_UNSPECIFIED: Kind
+INIT: Kind
+DELTA: Kind
+GRADIENT: Kind
+LOGITS: Kind
+PARTIAL: Kind
+STATE_UNSPECIFIED: State
+STAGED: State
+ACCEPTED: State
+MERGED: State
+EXPIRED: State
+REFUSED: State
+UNKNOWN: State
+
+class UpdateId(_message.Message):
+    __slots__ = ("node", "incarnation", "sequence")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    incarnation: int
+    sequence: int
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class Range(_message.Message):
+    __slots__ = ("start", "stop")
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    stop: int
+    def __init__(self, start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+
+class Receipt(_message.Message):
+    __slots__ = ("update_id", "state", "version", "reason", "message", "duplicate", "overlap")
+    UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_FIELD_NUMBER: _ClassVar[int]
+    update_id: UpdateId
+    state: State
+    version: int
+    reason: str
+    message: str
+    duplicate: bool
+    overlap: _containers.RepeatedCompositeFieldContainer[UpdateId]
+    def __init__(self, update_id: _Optional[_Union[UpdateId, _Mapping]] = ..., state: _Optional[_Union[State, str]] = ..., version: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., duplicate: bool = ..., overlap: _Optional[_Iterable[_Union[UpdateId, _Mapping]]] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("node", "tier", "incarnation", "run", "layout", "leaves", "open")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    tier: Tier
+    incarnation: int
+    run: str
+    layout: str
+    leaves: int
+    open: _containers.RepeatedCompositeFieldContainer[UpdateId]
+    def __init__(self, node: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ..., incarnation: _Optional[int] = ..., run: _Optional[str] = ..., layout: _Optional[str] = ..., leaves: _Optional[int] = ..., open: _Optional[_Iterable[_Union[UpdateId, _Mapping]]] = ...) -> None: ...
+
+class JoinReply(_message.Message):
+    __slots__ = ("run", "version", "layout", "wants_init", "heartbeat_s", "lease_s", "gradient_lr", "codecs", "receipts", "finished")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    WANTS_INIT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_LR_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
+    RECEIPTS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    version: int
+    layout: str
+    wants_init: bool
+    heartbeat_s: float
+    lease_s: float
+    gradient_lr: float
+    codecs: _containers.RepeatedScalarFieldContainer[str]
+    receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
+    finished: str
+    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., layout: _Optional[str] = ..., wants_init: bool = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., gradient_lr: _Optional[float] = ..., codecs: _Optional[_Iterable[str]] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: _Optional[str] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("node", "incarnation", "base_version", "open", "metrics", "metrics_version", "leaves")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    incarnation: int
+    base_version: int
+    open: _containers.RepeatedCompositeFieldContainer[UpdateId]
+    metrics: _containers.ScalarMap[str, float]
+    metrics_version: int
+    leaves: int
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., base_version: _Optional[int] = ..., open: _Optional[_Iterable[_Union[UpdateId, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_version: _Optional[int] = ..., leaves: _Optional[int] = ...) -> None: ...
+
+class HeartbeatReply(_message.Message):
+    __slots__ = ("version", "closes_at", "receipts", "finished")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CLOSES_AT_FIELD_NUMBER: _ClassVar[int]
+    RECEIPTS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    closes_at: float
+    receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
+    finished: str
+    def __init__(self, version: _Optional[int] = ..., closes_at: _Optional[float] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: _Optional[str] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("node", "incarnation")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    incarnation: int
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class LeaveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: bytes
+    def __init__(self, json: _Optional[bytes] = ...) -> None: ...
+
+class LayoutRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LayoutReply(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: bytes
+    def __init__(self, json: _Optional[bytes] = ...) -> None: ...
+
+class VersionInfo(_message.Message):
+    __slots__ = ("number", "layout", "codec", "payload_bytes", "digest", "published_at", "updates", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_AT_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    layout: str
+    codec: str
+    payload_bytes: int
+    digest: int
+    published_at: float
+    updates: int
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, number: _Optional[int] = ..., layout: _Optional[str] = ..., codec: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., digest: _Optional[int] = ..., published_at: _Optional[float] = ..., updates: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("offset", "crc32c", "data")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    crc32c: int
+    data: bytes
+    def __init__(self, offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("node", "version", "ranges")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    version: int
+    ranges: _containers.RepeatedCompositeFieldContainer[Range]
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
+
+class PullReply(_message.Message):
+    __slots__ = ("version", "chunk")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    version: VersionInfo
+    chunk: Chunk
+    def __init__(self, version: _Optional[_Union[VersionInfo, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+
+class Group(_message.Message):
+    __slots__ = ("tier", "base_version", "samples", "buffer_samples", "ids")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    tier: Tier
+    base_version: int
+    samples: float
+    buffer_samples: float
+    ids: _containers.RepeatedCompositeFieldContainer[UpdateId]
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., base_version: _Optional[int] = ..., samples: _Optional[float] = ..., buffer_samples: _Optional[float] = ..., ids: _Optional[_Iterable[_Union[UpdateId, _Mapping]]] = ...) -> None: ...
+
+class PushHeader(_message.Message):
+    __slots__ = ("run", "update_id", "kind", "tier", "base_version", "codec", "layout", "steps", "seconds", "metrics", "groups", "layout_spec", "intervals", "samples", "digest")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_SPEC_FIELD_NUMBER: _ClassVar[int]
+    INTERVALS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    update_id: UpdateId
+    kind: Kind
+    tier: Tier
+    base_version: int
+    codec: str
+    layout: str
+    steps: int
+    seconds: float
+    metrics: _containers.ScalarMap[str, float]
+    groups: _containers.RepeatedCompositeFieldContainer[Group]
+    layout_spec: bytes
+    intervals: _containers.RepeatedCompositeFieldContainer[Range]
+    samples: float
+    digest: int
+    def __init__(self, run: _Optional[str] = ..., update_id: _Optional[_Union[UpdateId, _Mapping]] = ..., kind: _Optional[_Union[Kind, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., base_version: _Optional[int] = ..., codec: _Optional[str] = ..., layout: _Optional[str] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., layout_spec: _Optional[bytes] = ..., intervals: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., samples: _Optional[float] = ..., digest: _Optional[int] = ...) -> None: ...
+
+class PushRequest(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: PushHeader
+    chunk: Chunk
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+
+class PushReply(_message.Message):
+    __slots__ = ("held", "receipt")
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    held: Held
+    receipt: Receipt
+    def __init__(self, held: _Optional[_Union[Held, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
+
+class Held(_message.Message):
+    __slots__ = ("bytes",)
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("node", "incarnation", "after_version")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    AFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    incarnation: int
+    after_version: int
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., after_version: _Optional[int] = ...) -> None: ...
+
+class News(_message.Message):
+    __slots__ = ("version", "receipts", "finished", "closes_at")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RECEIPTS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    CLOSES_AT_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
+    finished: str
+    closes_at: float
+    def __init__(self, version: _Optional[int] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: _Optional[str] = ..., closes_at: _Optional[float] = ...) -> None: ...
