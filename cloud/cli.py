@@ -1,0 +1,125 @@
+"""The ``fleetddp`` command. Each command is thin: it reads its arguments, then imports what it runs (``--help`` must be quick).
+
+Exit codes: 0 done; 1 the run failed; 2 a wrong argument or fleet file; 3 the coordinator cannot be reached; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fleetddp.common.errors import ConfigError, FleetError, Unreachable
+
+if TYPE_CHECKING:
+    from fleetddp.common.config import FleetConfig
+
+app = typer.Typer(
+    name="fleetddp",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train one model over cloud GPU sites and a fleet of unreliable edge devices.",
+    epilog="Begin with: fleetddp demo",
+)
+
+FleetFile = Annotated[Path, typer.Argument(metavar="FLEET.YAML", help="The fleet file.", show_default=False)]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Allow plaintext beyond loopback.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+
+@app.command(epilog="Example: fleetddp coordinator fleet.yaml")
+def coordinator(
+    fleet: FleetFile,
+    listen: Annotated[str, typer.Option(help="HOST:PORT to bind, instead of the fleet file's.", show_default=False)] = "",
+    insecure: Insecure = False,
+) -> None:
+    """Run the coordinator: gather updates, merge them, publish versions."""
+    from fleetddp.cloud.coordinator import Coordinator
+    from fleetddp.common.telemetry import log_to_terminal
+
+    log_to_terminal()
+    Coordinator(_load(fleet, insecure=insecure, listen=listen)).run()
+
+
+@app.command(epilog="Example: fleetddp edge fleet.yaml --name kitchen-pi")
+def edge(
+    fleet: FleetFile,
+    name: Annotated[str, typer.Option(help="This node's id: its certificate's common name.", show_default=False)],
+    index: Annotated[int, typer.Option(min=0, help="Which share of the Task's data is this node's.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="Of how many shares.")] = 1,
+    insecure: Insecure = False,
+) -> None:
+    """Run an edge node: pull, train, push, until the run is finished."""
+    from fleetddp.common.telemetry import log_to_terminal
+    from fleetddp.edge.node import run_node
+
+    log_to_terminal()
+    run_node(_load(fleet, insecure=insecure), name=name, index=index, count=count)
+
+
+@app.command(epilog="Example: fleetddp status 127.0.0.1:7070 --watch")
+def status(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The coordinator's address.", show_default=False)],
+    json: Json = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second until Ctrl-C.")] = False,
+    ca: Annotated[Path | None, typer.Option(help="Mutual TLS: the CA's certificate.", show_default=False)] = None,
+    cert: Annotated[Path | None, typer.Option(help="Mutual TLS: my certificate.", show_default=False)] = None,
+    key: Annotated[Path | None, typer.Option(help="Mutual TLS: my key.", show_default=False)] = None,
+    insecure: Insecure = False,
+) -> None:
+    """Show a run: members, versions and why the window is still open."""
+    from fleetddp.cloud.status import show
+    from fleetddp.common.config import parse
+
+    security = {"ca": ca, "cert": cert, "key": key, "insecure": insecure}
+    show(address.removeprefix("grpc://"), parse({"security": security}, source="options").security, as_json=json, watch=watch)
+
+
+@app.command(epilog="Example: fleetddp check fleet.yaml")
+def check(fleet: FleetFile, json: Json = False) -> None:
+    """Validate a fleet file and print it with every default filled in."""
+    import yaml
+
+    from fleetddp.common.outer import OuterOptimizer
+
+    config = _load(fleet)
+    OuterOptimizer(config.outer)
+    typer.echo(config.model_dump_json(indent=2) if json else yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+
+@app.command(epilog="Example: fleetddp demo --out runs/demo")
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the summary and the page go.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(help="Of the partition and the training.")] = 0,
+) -> None:
+    """Run a whole fleet on this machine: a coordinator, a two-rank site and six edge nodes, on real handwriting."""
+    from fleetddp.cloud.demo import run_demo
+
+    raise typer.Exit(run_demo(out, seed=seed))
+
+
+def _load(path: Path, *, insecure: bool = False, listen: str = "") -> FleetConfig:
+    """The fleet file with the command line's changes."""
+    from fleetddp.common.config import load
+
+    config = load(path)
+    if insecure:
+        security = config.security.model_validate({**config.security.model_dump(), "insecure": True})
+        config = config.model_copy(update={"security": security})
+    if listen:
+        config = config.model_copy(update={"coordinator": config.coordinator.model_copy(update={"listen": listen})})
+    return config
+
+
+def main() -> None:
+    """Entry point: turns our errors into one line and an exit code."""
+    try:
+        app(standalone_mode=True)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except FleetError as error:
+        typer.echo(f"fleetddp: {error}", err=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 3 if isinstance(error, Unreachable) else 1)

@@ -1,0 +1,86 @@
+"""``fleetddp status``: what a coordinator says of its run, as tables for people or JSON for scripts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from fleetddp.common.config import SecurityConfig
+from fleetddp.common.transport.uplink import Uplink
+
+REFRESH_S = 1.0
+
+
+def show(address: str, security: SecurityConfig, *, as_json: bool, watch: bool) -> None:
+    """Ask once and print, or again every second (``watch``). Raises ``Unreachable`` when nobody answers."""
+    uplink = Uplink(address, security, node="")
+    try:
+        if as_json:
+            print(json.dumps(uplink.status(), indent=2))
+        elif not watch:
+            Console().print(render(uplink.status(), now=time.time()))
+        else:
+            with Live(render(uplink.status(), now=time.time()), auto_refresh=False) as live:
+                while True:
+                    time.sleep(REFRESH_S)
+                    live.update(render(uplink.status(), now=time.time()), refresh=True)
+    finally:
+        uplink.close()
+
+
+def render(status: Mapping[str, Any], *, now: float) -> Group:
+    """A run's status as a headline, the window's reason, and tables of members and versions."""
+    window = status["window"]
+    newest = status["version"]
+    headline = f"run {status['run']}   version {newest if newest >= 0 else 'none yet'}"
+    if status["finished"]:
+        headline += f"   finished: {status['finished']}"
+    counters = status["counters"]
+    refused = ", ".join(f"{reason} {count}" for reason, count in sorted(counters["refused"].items())) or "none"
+    return Group(
+        Text(headline, style="bold"),
+        Text(f"window: {window['reason'] or 'not open'}"),
+        members_table(status["members"], newest=newest, now=now),
+        versions_table(status["versions"], now=now),
+        Text(f"updates: {counters['accepted']} accepted, {counters['merged']} merged; refused: {refused}"),
+    )
+
+
+def members_table(members: list[Mapping[str, Any]], *, newest: int, now: float) -> Table:
+    """One row a member; staleness is how many versions behind the newest it trains."""
+    table = Table(title="members", title_justify="left", expand=False)
+    for name, justify in (("node", "left"), ("tier", "left"), ("seen", "right"), ("stale", "right"), ("updates", "right"),
+                          ("refused", "right"), ("MiB in", "right")):  # fmt: skip
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for m in members:
+        base = m["base_version"]
+        table.add_row(
+            m["node"],
+            m["tier"],
+            f"{max(0.0, now - m['last_seen_s']):.0f} s ago" if m["live"] else "gone",
+            str(newest - base) if base >= 0 else "-",
+            str(m["updates"]),
+            str(m["refused"]),
+            f"{m['bytes'] / 2**20:.2f}",
+            style=None if m["live"] else "dim",
+        )
+    return table
+
+
+def versions_table(versions: list[Mapping[str, Any]], *, now: float) -> Table:
+    """The last versions: how old, of how many updates, why the window closed, what members measured."""
+    table = Table(title="versions", title_justify="left", expand=False)
+    for name in ("version", "age", "updates", "reason", "metrics"):
+        table.add_column(name, justify="right" if name in ("version", "age", "updates") else "left")
+    for v in versions[-5:]:
+        metrics = "  ".join(f"{k} {x:.3f}" for k, x in sorted(v["metrics"].items()))
+        age = f"{max(0.0, now - v['published_at']):.0f} s"
+        table.add_row(str(v["number"]), age, str(v["updates"]), v["reason"], metrics)
+    return table
