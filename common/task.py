@@ -1,4 +1,4 @@
-"""The user's own part of a run: a ``Task`` says what to train, on which data and how; sites, edge nodes and the simulator share it.
+"""The user's own part of a run: a ``Task`` says what to train, on which data and how; sites and edge nodes share it.
 
 A task is an ordinary class; it inherits from nothing and registers nowhere. The fleet file names it and passes it its arguments::
 
