@@ -16,8 +16,9 @@ class Parent(Protocol):
     """What a child needs of its parent, whatever carries it.
 
     Every method raises ``Refused`` when the parent says no and ``Unreachable`` when it cannot be asked; ``join``, ``heartbeat``,
-    ``leave``, ``layout`` and ``status`` are single attempts, ``pull`` and ``push`` retry and resume by themselves while progress is
-    made. All block the calling thread, may be called from several threads, and return at once with ``Unreachable`` after ``close``.
+    ``leave``, ``layout`` and ``status`` are single attempts, ``pull`` and ``push`` retry and resume by themselves while
+    progress is made. All block the calling thread, may be called from several threads, and return at once with
+    ``Unreachable`` after ``close``.
     """
 
     def join(self, request: Join) -> Joined:

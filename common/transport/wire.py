@@ -1,0 +1,438 @@
+"""Events, replies and value types to and from protobuf messages. ``unpack_*`` holds each field to WIRE.md.
+
+``pack_*`` trusts its caller, except that it leaves out metrics that are not finite (a diverged member still has to be heard) and
+cuts messages for people. Refusals travel as a gRPC status, the message as details and the reason under ``REASON_KEY``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import google_crc32c
+
+from fleetddp.common.errors import Reason, Refused
+from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, Leave, News, Offer
+from fleetddp.common.transport import limits
+from fleetddp.common.update import Group, Interval, Kind, Receipt, Slice, State, Tier, UpdateHeader, UpdateId, Version
+from fleetddp.protos import fleet_pb2 as pb
+
+REASON_KEY = "fleet-reason"  # trailing metadata: a Reason's value
+
+_TIERS = {Tier.SITE: pb.SITE, Tier.EDGE: pb.EDGE, Tier.REGION: pb.REGION}
+_KINDS = {Kind.INIT: pb.INIT, Kind.DELTA: pb.DELTA, Kind.GRADIENT: pb.GRADIENT, Kind.LOGITS: pb.LOGITS, Kind.PARTIAL: pb.PARTIAL}
+_STATES = {
+    State.STAGED: pb.STAGED,
+    State.ACCEPTED: pb.ACCEPTED,
+    State.MERGED: pb.MERGED,
+    State.EXPIRED: pb.EXPIRED,
+    State.REFUSED: pb.REFUSED,
+    State.UNKNOWN: pb.UNKNOWN,
+}
+_TIER_OF: dict[int, Tier] = {number: tier for tier, number in _TIERS.items()}
+_KIND_OF = {number: kind for kind, number in _KINDS.items()}
+_STATE_OF = {number: state for state, number in _STATES.items()}
+
+
+# ---- pieces ---------------------------------------------------------------------------------------------------------------
+
+
+def pack_id(update_id: UpdateId) -> pb.UpdateId:
+    """One update id."""
+    return pb.UpdateId(node=update_id.node, incarnation=update_id.incarnation, sequence=update_id.sequence)
+
+
+def unpack_id(message: pb.UpdateId) -> UpdateId:
+    """One update id, checked."""
+    return UpdateId(
+        limits.node(message.node, "update_id.node"),
+        limits.integer(message.incarnation, "update_id.incarnation"),
+        limits.integer(message.sequence, "update_id.sequence"),
+    )
+
+
+def _unpack_ids(messages: Sequence[pb.UpdateId], field: str, high: int = limits.MAX_IDS) -> tuple[UpdateId, ...]:
+    limits.count(len(messages), field, high)
+    return tuple(unpack_id(m) for m in messages)
+
+
+def _pack_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {key: float(value) for key, value in metrics.items() if math.isfinite(value)}
+
+
+def _pack_ranges(ranges: Iterable[Interval]) -> list[pb.Range]:
+    return [pb.Range(start=start, stop=stop) for start, stop in ranges]
+
+
+def _unpack_ranges(messages: Sequence[pb.Range], field: str) -> tuple[Interval, ...]:
+    """Ascending, not empty, not overlapping."""
+    limits.count(len(messages), field, limits.MAX_RANGES)
+    ranges = tuple((m.start, m.stop) for m in messages)
+    end = 0
+    for start, stop in ranges:
+        if not end <= start < stop <= limits.MAX_VERSION:
+            raise limits.malformed(field, (start, stop), f"[start, stop) with {end} <= start < stop, ascending, not overlapping")
+        end = stop
+    return ranges
+
+
+def _unpack_tier(number: int) -> Tier:
+    if number not in _TIER_OF:
+        raise limits.malformed("tier", number, "SITE, EDGE or REGION")
+    return _TIER_OF[number]
+
+
+def pack_receipt(receipt: Receipt) -> pb.Receipt:
+    """One receipt."""
+    return pb.Receipt(
+        update_id=pack_id(receipt.update_id),
+        state=_STATES[receipt.state],
+        version=receipt.version,
+        reason=receipt.reason,
+        message=limits.text(receipt.message),
+        duplicate=receipt.duplicate,
+        overlap=[pack_id(i) for i in receipt.overlap],
+    )
+
+
+def unpack_receipt(message: pb.Receipt) -> Receipt:
+    """One receipt, checked."""
+    if message.state not in _STATE_OF:
+        raise limits.malformed("receipt.state", message.state, "STAGED to UNKNOWN")
+    return Receipt(
+        update_id=unpack_id(message.update_id),
+        state=_STATE_OF[message.state],
+        version=limits.version(message.version, "receipt.version"),
+        reason=message.reason,
+        message=limits.text(message.message),
+        duplicate=message.duplicate,
+        overlap=_unpack_ids(message.overlap, "receipt.overlap", limits.MAX_GROUP_IDS),
+    )
+
+
+def _unpack_receipts(messages: Sequence[pb.Receipt]) -> tuple[Receipt, ...]:
+    limits.count(len(messages), "receipts", limits.MAX_IDS)
+    return tuple(unpack_receipt(m) for m in messages)
+
+
+# ---- control calls --------------------------------------------------------------------------------------------------------
+
+
+def pack_join(event: Join) -> pb.JoinRequest:
+    """A member enters."""
+    return pb.JoinRequest(
+        node=event.node,
+        tier=_TIERS[event.tier],
+        incarnation=event.incarnation,
+        run=event.run,
+        layout=event.layout,
+        leaves=event.leaves,
+        open=[pack_id(i) for i in event.open],
+    )
+
+
+def unpack_join(message: pb.JoinRequest) -> Join:
+    """A member enters, checked."""
+    return Join(
+        node=limits.node(message.node),
+        tier=_unpack_tier(message.tier),
+        incarnation=limits.integer(message.incarnation, "incarnation"),
+        run=limits.run(message.run),
+        layout=limits.fingerprint(message.layout),
+        leaves=limits.integer(message.leaves, "leaves", 1, limits.MAX_LEAVES),
+        open=_unpack_ids(message.open, "open"),
+    )
+
+
+def pack_joined(reply: Joined) -> pb.JoinReply:
+    """The answer to a join."""
+    return pb.JoinReply(
+        run=reply.run,
+        version=reply.version,
+        layout=reply.layout,
+        wants_init=reply.wants_init,
+        heartbeat_s=reply.heartbeat_s,
+        lease_s=reply.lease_s,
+        gradient_lr=reply.gradient_lr,
+        codecs=reply.codecs,
+        receipts=[pack_receipt(r) for r in reply.receipts],
+        finished=limits.text(reply.finished),
+    )
+
+
+def unpack_joined(message: pb.JoinReply) -> Joined:
+    """The answer to a join, checked."""
+    limits.count(len(message.codecs), "codecs", limits.MAX_CODECS)
+    return Joined(
+        run=limits.node(message.run, "run"),
+        version=limits.version(message.version, "version"),
+        layout=limits.fingerprint(message.layout),
+        wants_init=message.wants_init,
+        heartbeat_s=limits.amount(message.heartbeat_s, "heartbeat_s"),
+        lease_s=limits.amount(message.lease_s, "lease_s"),
+        gradient_lr=limits.amount(message.gradient_lr, "gradient_lr"),
+        codecs=tuple(limits.word(c, "codec") for c in message.codecs),
+        receipts=_unpack_receipts(message.receipts),
+        finished=limits.text(message.finished),
+    )
+
+
+def pack_heartbeat(event: Heartbeat) -> pb.HeartbeatRequest:
+    """A member is alive."""
+    return pb.HeartbeatRequest(
+        node=event.node,
+        incarnation=event.incarnation,
+        base_version=event.base_version,
+        open=[pack_id(i) for i in event.open],
+        metrics=_pack_metrics(event.metrics),
+        metrics_version=event.metrics_version,
+        leaves=event.leaves,
+    )
+
+
+def unpack_heartbeat(message: pb.HeartbeatRequest) -> Heartbeat:
+    """A member is alive, checked."""
+    return Heartbeat(
+        node=limits.node(message.node),
+        incarnation=limits.integer(message.incarnation, "incarnation"),
+        base_version=limits.version(message.base_version, "base_version"),
+        open=_unpack_ids(message.open, "open"),
+        metrics=limits.metrics(message.metrics),
+        metrics_version=limits.version(message.metrics_version, "metrics_version"),
+        leaves=limits.integer(message.leaves, "leaves", 1, limits.MAX_LEAVES),
+    )
+
+
+def pack_heard(reply: Heard) -> pb.HeartbeatReply:
+    """The answer to a heartbeat."""
+    return pb.HeartbeatReply(
+        version=reply.version,
+        closes_at=reply.closes_at,
+        receipts=[pack_receipt(r) for r in reply.receipts],
+        finished=limits.text(reply.finished),
+    )
+
+
+def unpack_heard(message: pb.HeartbeatReply) -> Heard:
+    """The answer to a heartbeat, checked."""
+    return Heard(
+        version=limits.version(message.version, "version"),
+        closes_at=limits.amount(message.closes_at, "closes_at"),
+        receipts=_unpack_receipts(message.receipts),
+        finished=limits.text(message.finished),
+    )
+
+
+def pack_leave(node: str, incarnation: int) -> pb.LeaveRequest:
+    """A member goes."""
+    return pb.LeaveRequest(node=node, incarnation=incarnation)
+
+
+def unpack_leave(message: pb.LeaveRequest) -> Leave:
+    """A member goes, checked."""
+    return Leave(node=limits.node(message.node), incarnation=limits.integer(message.incarnation, "incarnation"))
+
+
+# ---- versions -------------------------------------------------------------------------------------------------------------
+
+
+class PullAsk(NamedTuple):
+    """What a child wants of a version; -1: the newest."""
+
+    node: str
+    version: int
+    ranges: tuple[ByteRange, ...]
+
+
+def pack_pull(node: str, version: int, ranges: Sequence[ByteRange]) -> pb.PullRequest:
+    """Byte ranges of a version (none: all of it)."""
+    return pb.PullRequest(node=node, version=version, ranges=_pack_ranges(ranges))
+
+
+def unpack_pull(message: pb.PullRequest) -> PullAsk:
+    """Byte ranges of a version, checked against everything but its size."""
+    return PullAsk(
+        limits.node(message.node), limits.version(message.version, "version"), _unpack_ranges(message.ranges, "ranges")
+    )
+
+
+def pack_version(version: Version) -> pb.VersionInfo:
+    """A version's description."""
+    return pb.VersionInfo(
+        number=version.number,
+        layout=version.layout,
+        codec=version.codec,
+        payload_bytes=version.payload_bytes,
+        digest=version.digest,
+        published_at=version.published_at,
+        updates=version.updates,
+        metrics=_pack_metrics(version.metrics),
+    )
+
+
+def unpack_version(message: pb.VersionInfo) -> Version:
+    """A version's description, checked."""
+    return Version(
+        number=limits.integer(message.number, "number", 0, limits.MAX_VERSION),
+        layout=limits.fingerprint(message.layout),
+        codec=limits.word(message.codec, "codec"),
+        payload_bytes=limits.integer(message.payload_bytes, "payload_bytes"),
+        digest=message.digest,
+        published_at=limits.amount(message.published_at, "published_at"),
+        updates=message.updates,
+        metrics=limits.metrics(message.metrics),
+    )
+
+
+# ---- updates --------------------------------------------------------------------------------------------------------------
+
+
+def pack_offer(offer: Offer) -> pb.PushHeader:
+    """The first request of a push."""
+    header, part = offer.header, offer.slice
+    return pb.PushHeader(
+        run=offer.run,
+        update_id=pack_id(header.update_id),
+        kind=_KINDS[header.kind],
+        tier=_TIERS[header.tier],
+        base_version=header.base_version,
+        codec=header.codec,
+        layout=header.layout,
+        steps=header.steps,
+        seconds=header.seconds,
+        metrics=_pack_metrics(header.metrics),
+        groups=[_pack_group(g) for g in header.groups],
+        layout_spec=header.layout_spec,
+        intervals=_pack_ranges(part.intervals),
+        samples=part.samples,
+        digest=part.digest,
+    )
+
+
+def unpack_offer(message: pb.PushHeader) -> Offer:
+    """The first request of a push, checked. Samples are the aggregator's to judge (``BAD_WEIGHT``)."""
+    if message.kind not in _KIND_OF:
+        raise limits.malformed("kind", message.kind, "INIT, DELTA, GRADIENT, LOGITS or PARTIAL")
+    kind = _KIND_OF[message.kind]
+    if not message.intervals:
+        raise limits.malformed("intervals", [], "at least one interval")
+    header = UpdateHeader(
+        update_id=unpack_id(message.update_id),
+        kind=kind,
+        tier=_unpack_tier(message.tier),
+        base_version=message.base_version,
+        codec=limits.word(message.codec, "codec"),
+        layout=limits.fingerprint(message.layout),
+        steps=limits.integer(message.steps, "steps", 0, limits.MAX_STEPS),
+        seconds=limits.amount(message.seconds, "seconds"),
+        metrics=limits.metrics(message.metrics),
+        groups=_unpack_groups(message.groups, kind),
+        layout_spec=_unpack_layout_spec(message.layout_spec, kind),
+    )
+    part = Slice(intervals=_unpack_ranges(message.intervals, "intervals"), samples=message.samples, digest=message.digest)
+    return Offer(header=header, slice=part, run=limits.run(message.run))
+
+
+def _pack_group(group: Group) -> pb.Group:
+    return pb.Group(
+        tier=_TIERS[group.tier],
+        base_version=group.base_version,
+        samples=group.samples,
+        buffer_samples=group.buffer_samples,
+        ids=[pack_id(i) for i in group.ids],
+    )
+
+
+def _unpack_groups(messages: Sequence[pb.Group], kind: Kind) -> tuple[Group, ...]:
+    if bool(messages) != (kind is Kind.PARTIAL):
+        raise limits.malformed("groups", f"a list of {len(messages)} for kind {kind.value}", "some of a partial, none otherwise")
+    limits.count(len(messages), "groups", limits.MAX_GROUPS)
+    limits.count(sum(len(m.ids) for m in messages), "the groups' ids", limits.MAX_GROUP_IDS)
+    return tuple(
+        Group(
+            tier=_unpack_tier(m.tier),
+            base_version=limits.version(m.base_version, "group.base_version"),
+            samples=limits.amount(m.samples, "group.samples"),
+            buffer_samples=limits.amount(m.buffer_samples, "group.buffer_samples"),
+            ids=tuple(unpack_id(i) for i in m.ids),
+        )
+        for m in messages
+    )
+
+
+def _unpack_layout_spec(data: bytes, kind: Kind) -> bytes:
+    if bool(data) != (kind is Kind.INIT):
+        raise limits.malformed("layout_spec", f"{len(data)} bytes for kind {kind.value}", "some of an init, none otherwise")
+    if data:
+        limits.size(len(data), "layout_spec", limits.LAYOUT_BYTES)
+    return data
+
+
+# ---- chunks and news ------------------------------------------------------------------------------------------------------
+
+
+def pack_chunk(offset: int, data: bytes | bytearray | memoryview) -> pb.Chunk:
+    """Payload bytes at ``offset``, with their CRC32C."""
+    data = bytes(data)
+    return pb.Chunk(offset=offset, crc32c=google_crc32c.value(data), data=data)
+
+
+def unpack_chunk(message: pb.Chunk) -> tuple[int, int, bytes]:
+    """(offset, CRC32C as sent, bytes), the sizes checked; the receiver compares the checksum."""
+    data = message.data
+    limits.size(len(data), "chunk.data", limits.CHUNK_BYTES)
+    return limits.integer(message.offset, "chunk.offset"), message.crc32c, data
+
+
+def pack_news(news: News) -> pb.News:
+    """One message of a watch."""
+    return pb.News(
+        version=news.version,
+        receipts=[pack_receipt(r) for r in news.receipts],
+        finished=limits.text(news.finished),
+        closes_at=news.closes_at,
+    )
+
+
+def unpack_news(message: pb.News) -> News:
+    """One message of a watch, checked."""
+    return News(
+        version=limits.version(message.version, "version"),
+        receipts=_unpack_receipts(message.receipts),
+        finished=limits.text(message.finished),
+        closes_at=limits.amount(message.closes_at, "closes_at"),
+    )
+
+
+class WatchAsk(NamedTuple):
+    """Whose news, and the newest version it knows of."""
+
+    node: str
+    incarnation: int
+    after_version: int
+
+
+def pack_watch(node: str, incarnation: int, after_version: int) -> pb.WatchRequest:
+    """A member wants news."""
+    return pb.WatchRequest(node=node, incarnation=incarnation, after_version=after_version)
+
+
+def unpack_watch(message: pb.WatchRequest) -> WatchAsk:
+    """A member wants news, checked."""
+    return WatchAsk(
+        limits.node(message.node),
+        limits.integer(message.incarnation, "incarnation"),
+        limits.version(message.after_version, "after_version"),
+    )
+
+
+def refusal(metadata: Iterable[tuple[str, str | bytes]] | None, details: str) -> Refused | None:
+    """The ``Refused`` that a server sent with a call's trailing metadata; ``None`` when the call ended otherwise."""
+    for key, value in metadata or ():
+        if key == REASON_KEY:
+            try:
+                return Refused(Reason(value.decode() if isinstance(value, bytes) else value), details)
+            except ValueError:
+                return None
+    return None
