@@ -1,0 +1,32 @@
+"""Codecs: how a float32 vector becomes bytes, one file each, chosen by a spec such as ``int8`` or ``topk:0.03``."""
+
+from __future__ import annotations
+
+from fleetddp.common.codecs.base import BLOCK, Codec
+from fleetddp.common.codecs.bfloat16 import Bfloat16
+from fleetddp.common.codecs.float32 import Float32
+from fleetddp.common.codecs.int4 import Int4
+from fleetddp.common.codecs.int8 import Int8
+from fleetddp.common.codecs.topk import TopK
+from fleetddp.common.errors import Reason, Refused
+
+NAMES = ("float32", "bfloat16", "int8", "int4", "topk")  # before the colon of a spec
+
+__all__ = ["BLOCK", "NAMES", "Codec", "get"]
+
+
+def get(spec: str) -> Codec:
+    """The codec of a spec: ``float32``, ``bfloat16``, ``int8``, ``int4`` or ``topk:R``; raises ``Refused(UNKNOWN_CODEC)``."""
+    match spec.split(":"):
+        case ["float32"]:
+            return Float32()
+        case ["bfloat16"]:
+            return Bfloat16()
+        case ["int8"]:
+            return Int8()
+        case ["int4"]:
+            return Int4()
+        case ["topk", ratio] if TopK.accepts(ratio):
+            return TopK(ratio)
+    known = "float32, bfloat16, int8, int4, topk:R with 0 < R <= 1, e.g. topk:0.03"
+    raise Refused(Reason.UNKNOWN_CODEC, f"there is no codec {spec[:40]!r}; known: {known}")

@@ -1,0 +1,222 @@
+"""Where elements lie in the encoded bytes of an update or a version, and which of them have arrived.
+
+The *canonical payload* of a vector is the codec's bytes of its parameters, then its buffers in float32; the rows of a partial
+follow one another. Parameters and buffers of each row are the payload's *sections*: a section starts a block, and nothing that
+is sent, checked or decoded at once crosses from one into the next. Row r starts at element r * layout.elements.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fleetddp.common.codecs import BLOCK, Codec, get
+from fleetddp.common.errors import ConfigError, Reason, Refused
+from fleetddp.common.layout import Layout
+from fleetddp.common.update import Interval
+
+
+class Section(NamedTuple):
+    """The parameters or the buffers of one row: elements [start, start + size), bytes [byte_start, byte_stop)."""
+
+    start: int
+    size: int
+    byte_start: int
+    byte_stop: int
+    codec: Codec
+    parameters: bool  # else buffers
+
+    @property
+    def stop(self) -> int:
+        """One past its last element."""
+        return self.start + self.size
+
+
+class Geometry:
+    """The canonical payload of ``rows`` vectors of a layout whose parameters are encoded by ``codec``.
+
+    ``buffers=False``: the payload carries none (a ``gradient``). Positions that no sender may use (unaligned, crossing a
+    section, out of bounds, empty) raise ``Refused(WRONG_INTERVALS)``.
+    """
+
+    def __init__(self, layout: Layout, codec: Codec, *, rows: int = 1, buffers: bool = True) -> None:
+        self.layout = layout
+        self.codec = codec
+        self.rows = rows
+        self._buffer_codec = get("float32")
+        self._buffer_elements = layout.buffer_elements if buffers else 0
+        self._parameter_bytes = codec.encoded_bytes(layout.parameters)
+        self.row_bytes = self._parameter_bytes + self._buffer_codec.encoded_bytes(self._buffer_elements)
+        self.payload_bytes = rows * self.row_bytes
+
+    # ---- elements -> bytes --------------------------------------------------------------------------------------------------
+
+    def byte_range(self, interval: Interval) -> Interval:
+        """The bytes of an element interval: whole blocks of one section."""
+        section = self._section_of(interval)
+        start, stop = (n - section.start for n in interval)
+        encoded = section.codec.encoded_bytes
+        return section.byte_start + encoded(start), section.byte_start + encoded(stop)
+
+    def required(self) -> tuple[Interval, ...]:
+        """Full coverage: the element interval of every section."""
+        return tuple((s.start, s.stop) for row in range(self.rows) for s in self._sections(row))
+
+    def split(self, parts: int) -> list[tuple[Interval, ...]]:
+        """Cut the payload into ``parts`` runs of blocks, equal but for one block; some are empty when there are fewer blocks."""
+        sections = [s for row in range(self.rows) for s in self._sections(row)]
+        blocks = sum(-(-s.size // BLOCK) for s in sections)
+        shares: list[tuple[Interval, ...]] = []
+        for part in range(parts):
+            first, last = part * blocks // parts, (part + 1) * blocks // parts
+            intervals: list[Interval] = []
+            for s in sections:
+                start, stop = s.start + max(first, 0) * BLOCK, s.start + min(last * BLOCK, s.size)
+                if start < stop:
+                    intervals.append((start, stop))
+                first, last = first - -(-s.size // BLOCK), last - -(-s.size // BLOCK)
+            shares.append(tuple(intervals))
+        return shares
+
+    def encode(self, values: Tensor, interval: Interval) -> Tensor:
+        """f32 elements of an interval (within one section) to its bytes."""
+        section = self._section_of(interval)
+        if values.numel() != interval[1] - interval[0]:
+            raise ConfigError(f"{values.numel()} values for the interval {interval}")
+        return section.codec.encode(values)
+
+    def decode(self, data: Tensor, interval: Interval) -> Tensor:
+        """The inverse of ``encode``; raises what ``Codec.decode`` does."""
+        return self._section_of(interval).codec.decode(data, interval[1] - interval[0])
+
+    def _sections(self, row: int) -> list[Section]:
+        """Of one row: its parameters, then its buffers if there are any."""
+        start, byte = row * self.layout.elements, row * self.row_bytes
+        middle = byte + self._parameter_bytes
+        sections = [Section(start, self.layout.parameters, byte, middle, self.codec, True)]
+        if self._buffer_elements:
+            first = start + self.layout.buffer_start
+            sections.append(Section(first, self._buffer_elements, middle, byte + self.row_bytes, self._buffer_codec, False))
+        return sections
+
+    def _section_of(self, interval: Interval) -> Section:
+        start, stop = interval
+        row = start // self.layout.elements
+        if 0 <= row < self.rows and start < stop:
+            for s in self._sections(row):
+                aligned = (start - s.start) % BLOCK == 0 and ((stop - s.start) % BLOCK == 0 or stop == s.stop)
+                if s.start <= start and stop <= s.stop and aligned:
+                    return s
+        raise Refused(
+            Reason.WRONG_INTERVALS,
+            f"elements [{start}, {stop}) are not whole blocks of {BLOCK} within one section: each of {self.rows} rows of "
+            f"{self.layout.elements} has {self.layout.parameters} parameters, then {self._buffer_elements} buffer elements at "
+            f"{self.layout.buffer_start}",
+        )
+
+    # ---- bytes -> elements --------------------------------------------------------------------------------------------------
+
+    def aligned(self, offset: int) -> bool:
+        """Whether a byte offset lies between two blocks, or at either end of the payload."""
+        if offset == self.payload_bytes:
+            return True
+        section = self._section_at(offset)
+        return section is not None and (offset - section.byte_start) % section.codec.block_bytes == 0
+
+    def section_at(self, start: int, stop: int) -> Section:
+        """The section that the bytes [start, stop) are whole blocks of."""
+        section = self._section_at(start)
+        if section is None or not start < stop <= section.byte_stop or not (self.aligned(start) and self.aligned(stop)):
+            raise Refused(
+                Reason.WRONG_INTERVALS,
+                f"bytes [{start}, {stop}) are not whole blocks of one section of a payload of {self.payload_bytes} bytes",
+            )
+        return section
+
+    def elements_of(self, start: int, stop: int) -> Interval:
+        """The inverse of ``byte_range``."""
+        section = self.section_at(start, stop)
+        first, last = (section.start + -(-(n - section.byte_start) // section.codec.block_bytes) * BLOCK for n in (start, stop))
+        return first, min(last, section.stop)
+
+    def decode_bytes(self, start: int, stop: int, data: Tensor) -> Tensor:
+        """u8[stop - start], the bytes [start, stop) of the payload (whole blocks of one section), to their f32 elements."""
+        first, last = self.elements_of(start, stop)
+        return self.section_at(start, stop).codec.decode(data, last - first)
+
+    def chunks(self, ranges: Iterable[Interval], chunk_bytes: int) -> Iterator[Interval]:
+        """Cut byte ranges, in order, into pieces of at most ``chunk_bytes`` that end on a block and cross no section."""
+        for start, stop in ranges:
+            if not 0 <= start < stop <= self.payload_bytes:
+                raise Refused(Reason.WRONG_INTERVALS, f"bytes [{start}, {stop}) of a payload of {self.payload_bytes} bytes")
+            while start < stop:
+                section = self._section_at(start)
+                assert section is not None  # start < payload_bytes
+                block = section.codec.block_bytes
+                if chunk_bytes < block:
+                    raise ConfigError(f"chunks of {chunk_bytes} bytes hold no block of {section.codec.spec} ({block} bytes)")
+                end = section.byte_start + (start - section.byte_start + chunk_bytes) // block * block
+                end = min(end, section.byte_stop, stop)
+                yield start, end
+                start = end
+
+    def _section_at(self, offset: int) -> Section | None:
+        if not 0 <= offset < self.payload_bytes:
+            return None
+        return next(s for s in self._sections(offset // self.row_bytes) if offset < s.byte_stop)
+
+
+class Coverage:
+    """Which elements have been covered: disjoint intervals, merged where they touch."""
+
+    def __init__(self) -> None:
+        self.intervals: list[Interval] = []
+
+    def add(self, intervals: Sequence[Interval]) -> None:
+        """Cover these too. An empty or overlapping one raises ``Refused(WRONG_INTERVALS)`` and leaves everything as it was."""
+        merged: list[Interval] = []
+        for start, stop in sorted([*self.intervals, *intervals]):
+            if not 0 <= start < stop:
+                raise Refused(Reason.WRONG_INTERVALS, f"[{start}, {stop}) is an empty interval")
+            if merged and start < merged[-1][1]:
+                raise Refused(Reason.WRONG_INTERVALS, f"elements [{start}, {min(stop, merged[-1][1])}) are covered twice")
+            if merged and start == merged[-1][1]:
+                merged[-1] = (merged[-1][0], stop)
+            else:
+                merged.append((start, stop))
+        self.intervals = merged
+
+    def complete(self, required: Sequence[Interval]) -> bool:
+        """Whether every element of these intervals is covered."""
+        return all(self._covers(interval) for interval in required)
+
+    def _covers(self, interval: Interval) -> bool:
+        index = bisect_left(self.intervals, interval[0] + 1, key=lambda i: i[0]) - 1
+        return index >= 0 and interval[1] <= self.intervals[index][1]
+
+
+def tensor_over(data: bytes | bytearray | memoryview) -> Tensor:
+    """u8 tensor over these bytes, without copying them. Must not be written to."""
+    array = np.frombuffer(data, dtype=np.uint8)
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    return torch.from_numpy(np.asarray(_Writable(array)))
+
+
+class _Writable:
+    """A read-only array under a false flag: torch warns of those it could write to, and has none that it could not."""
+
+    def __init__(self, array: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        self._array = array  # keeps the memory alive
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a u8 tensor, copied only from another device or if it is not contiguous."""
+    return tensor.detach().cpu().contiguous().numpy().data
