@@ -1,0 +1,393 @@
+"""The durable memory of an aggregator: accepted updates, decisions, versions (design §6).
+
+One folder holds an SQLite database (WAL, ``synchronous=FULL``) and the big files it speaks of:
+
+    journal.db                         rows; a row exists only if the file it names is durable
+    payloads/NODE.INCARNATION.SEQUENCE one file an update, from its first staged byte until it is settled
+    versions/NUMBER.safetensors        one file a version; NUMBER.partial while it is being written
+
+A file without a row is rubbish of a crash, and ``recover`` removes it. What is promised to others (an acceptance, a version) is
+promised after the commit. ``CRASH_POINTS`` names the moments between; tests stop the process at each.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from fleetddp.common.errors import ConfigError, Reason, Refused, StorageError
+from fleetddp.common.events import Decision
+from fleetddp.common.files import File, Files, OsFiles
+from fleetddp.common.layout import Layout
+from fleetddp.common.recovered import (
+    Recovered,
+    decision_from_json,
+    decision_to_json,
+    update_from_json,
+    update_to_json,
+    version_from_json,
+    version_to_json,
+)
+from fleetddp.common.stored import Reader, StagedFile, VersionReader, storage
+from fleetddp.common.update import Kind, Update, UpdateId, Version
+
+__all__ = ["CRASH_POINTS", "Journal", "Reader", "Recovered", "StagedFile", "VersionReader"]
+
+CRASH_POINTS = (
+    "create:database-made",
+    "create:committed",
+    "stage:created",
+    "accept:begun",
+    "accept:payload-synced",
+    "accept:directory-synced",
+    "accept:rows-written",
+    "accept:committed",
+    "discard:rows-written",
+    "discard:committed",
+    "opened:rows-written",
+    "opened:committed",
+    "decide:rows-written",
+    "decide:committed",
+    "version:begun",
+    "publish:begun",
+    "publish:synced",
+    "publish:renamed",
+    "publish:directory-synced",
+    "publish:rows-written",
+    "publish:committed",
+    "publish:file-retired",
+    "ended:rows-written",
+    "ended:committed",
+    "recover:file-removed",
+)
+
+_SCHEMA_VERSION = 1
+_SCHEMA = (
+    "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL)",  # run, layout, window, decision, finished
+    "CREATE TABLE updates (place INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, at REAL NOT NULL, kind TEXT NOT NULL, body TEXT)",
+    "CREATE TABLE versions (number INTEGER PRIMARY KEY, payload_start INTEGER NOT NULL, body TEXT NOT NULL)",
+    "CREATE TABLE merged (id TEXT PRIMARY KEY, version INTEGER NOT NULL)",
+    "CREATE TABLE high_water (node TEXT, incarnation INTEGER, sequence INTEGER NOT NULL, PRIMARY KEY (node, incarnation))",
+)
+
+
+class Journal:
+    """The journal of one run in one folder, used by one process at a time.
+
+    Raises ``StorageError`` when the disk refuses, or another process has the journal open; ``ConfigError`` when the folder is
+    another run's. All methods may be called from several threads. ``at`` is called with each of ``CRASH_POINTS`` as it is passed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        run: str,
+        files: Files | None = None,
+        keep_versions: int = 3,
+        at: Callable[[str], None] = lambda point: None,
+    ) -> None:
+        if keep_versions < 1:
+            raise ConfigError(f"keep_versions is {keep_versions}; at least 1 version must be kept")
+        self.directory = directory
+        self.run = run
+        self.at = at
+        self._files: Files = OsFiles() if files is None else files
+        self._keep = keep_versions
+        self._payloads = directory / "payloads"
+        self._versions = directory / "versions"
+        self._lock = threading.Lock()  # over the connection and _staged
+        self._staged: dict[UpdateId, StagedFile] = {}
+        with storage(f"cannot open the journal in {directory}"):
+            for folder in (self._payloads, self._versions):
+                self._files.make_dir(folder)
+            self._db = sqlite3.connect(directory / "journal.db", timeout=0.2, isolation_level=None, check_same_thread=False)
+            try:
+                self._open()
+            except BaseException:
+                self._db.close()
+                raise
+
+    def _open(self) -> None:
+        # Exclusive: a second coordinator on the same folder must fail here, not corrupt the run.
+        for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=FULL"):
+            self._db.execute(f"PRAGMA {pragma}")
+        schema = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if schema > _SCHEMA_VERSION:
+            raise StorageError(
+                f"{self.directory}: written by a newer fleetddp (schema {schema}; this one knows {_SCHEMA_VERSION})"
+            )
+        self.at("create:database-made")
+        self._files.fsync_dir(self.directory)
+        with suppress(PermissionError):  # where we may not read the parent, we did not make this folder either
+            self._files.fsync_dir(self.directory.parent)
+        if schema == 0:
+            with self._transaction("create") as db:
+                for statement in _SCHEMA:
+                    db.execute(statement)
+                db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+                self._set("run", self.run)
+        run = self._fact("run")
+        if run != self.run:
+            raise ConfigError(f"{self.directory} is the journal of run {run!r}, not of {self.run!r}: give that its own folder")
+
+    def close(self) -> None:
+        """Release the database and every staged file (what is staged is lost, as it would be in a crash)."""
+        with self._lock:
+            for staged in self._staged.values():
+                staged.close()
+            self._staged.clear()
+            self._db.close()
+
+    # ---- resume ---------------------------------------------------------------------------------------------------------------
+
+    def recover(self) -> Recovered:
+        """What is durable. Removes every file that no row names: staged updates, half-written versions, settled payloads."""
+        with self._lock, storage(f"cannot read the journal in {self.directory}"):
+            accepted = tuple(update_from_json(row[0]) for row in self._db.execute("SELECT body FROM updates ORDER BY place"))
+            versions = [version_from_json(row[0]) for row in self._db.execute("SELECT body FROM versions ORDER BY number")]
+            merged = {UpdateId.parse(i): v for i, v in self._db.execute("SELECT id, version FROM merged")}
+            high = {(n, i): s for n, i, s in self._db.execute("SELECT node, incarnation, sequence FROM high_water")}
+            layout, window, decision, finished = map(self._fact, ("layout", "window", "decision", "finished"))
+            self._clean(self._payloads, {_payload_name(u.update_id): u.payload_bytes for u in accepted})
+            self._clean(self._versions, {_version_name(v.number): v.payload_bytes for v in versions})
+        return Recovered(
+            run=self.run,
+            layout=None if layout is None else Layout.from_json(layout.encode()),
+            version=versions[-1] if versions else None,
+            window_opened_at=None if window is None else json.loads(window),
+            accepted=accepted,
+            decision=None if decision is None else decision_from_json(decision),
+            high_water=high,
+            merged=merged,
+            finished=finished or "",
+        )
+
+    def _clean(self, folder: Path, promised: dict[str, int]) -> None:
+        """Leave exactly the promised files, each of which must be there with at least so many bytes."""
+        found = set(self._files.list_dir(folder))
+        for name, size in promised.items():
+            if name not in found:
+                raise StorageError(f"{folder / name} is gone, but the journal promises it: restore the folder from a backup")
+            file = self._files.open(folder / name)
+            try:
+                if file.size() < size:
+                    raise StorageError(f"{folder / name} has {file.size()} bytes, but the journal promises {size}: restore it")
+            finally:
+                file.close()
+        for name in found - set(promised):
+            self._files.unlink(folder / name)
+            self.at("recover:file-removed")
+
+    # ---- updates --------------------------------------------------------------------------------------------------------------
+
+    def stage(self, update_id: UpdateId, payload_bytes: int) -> StagedFile:
+        """The file that collects an update's bytes: one for all its streams."""
+        with self._lock, storage(f"cannot stage {update_id}"):
+            staged = self._staged.get(update_id)
+            if staged is None:
+                file = self._files.create(self._payload_path(update_id))
+                self.at("stage:created")
+                staged = self._staged[update_id] = StagedFile(file, payload_bytes)
+            if staged.payload_bytes != payload_bytes:
+                raise Refused(Reason.ID_REUSED, f"{update_id} has {staged.payload_bytes} bytes, now {payload_bytes} are declared")
+            return staged
+
+    def accept(self, update: Update, at: float) -> None:
+        """Make a staged update durable; when this returns it may be acknowledged. An ``init`` brings the layout with it."""
+        update_id = update.update_id
+        with self._lock:
+            # Taken out even if what follows fails: after a failed fsync the bytes cannot be trusted, they must be staged anew.
+            staged = self._staged.pop(update_id, None)
+        if staged is None:
+            raise StorageError(f"cannot accept {update_id}: nothing of it is staged")
+        with storage(f"cannot make {update_id} durable"):
+            try:
+                self.at("accept:begun")
+                staged.fsync()
+                self.at("accept:payload-synced")
+            finally:
+                staged.close()
+            self._files.fsync_dir(self._payloads)
+            self.at("accept:directory-synced")
+        with self._transaction("accept") as db:
+            row = (str(update_id), at, update.header.kind.value, update_to_json(update))
+            db.execute("INSERT INTO updates (id, at, kind, body) VALUES (?, ?, ?, ?)", row)
+            self._raise_high_water([update_id])
+            if update.header.kind is Kind.INIT:
+                self._set("layout", update.header.layout_spec.decode())
+
+    def discard(self, update_id: UpdateId) -> None:
+        """Forget an update that was staged, or accepted but never acknowledged. Its id stays below the high-water mark."""
+        with self._lock:
+            staged = self._staged.pop(update_id, None)
+        if staged is not None:
+            staged.close()
+        with self._transaction("discard") as db:
+            db.execute("DELETE FROM updates WHERE id = ?", (str(update_id),))
+        with storage(f"cannot remove the payload of {update_id}"):
+            self._files.unlink(self._payload_path(update_id))
+
+    def payload(self, update_id: UpdateId) -> Reader:
+        """The payload of an accepted update that is not settled yet."""
+        with self._lock, storage(f"cannot read the payload of {update_id}"):
+            file = self._files.open(self._payload_path(update_id))
+            return Reader(file, 0, file.size())
+
+    def update(self, update_id: UpdateId) -> Update:
+        """An accepted update that is not settled yet; ``StorageError`` if there is none of that id."""
+        with self._lock, storage(f"cannot read {update_id}"):
+            row = self._db.execute("SELECT body FROM updates WHERE id = ?", (str(update_id),)).fetchone()
+        if row is None:
+            raise StorageError(f"{self.directory} holds no accepted update {update_id}")
+        return update_from_json(row[0])
+
+    # ---- windows --------------------------------------------------------------------------------------------------------------
+
+    def opened(self, at: float) -> None:
+        """A window opened."""
+        with self._transaction("opened"):
+            self._set("window", json.dumps(at))
+
+    def decide(self, decision: Decision) -> None:
+        """From now on the bytes of the next version are fixed. The next window opens at the same time."""
+        with self._transaction("decide"):
+            self._set("decision", decision_to_json(decision))
+            self._set("window", json.dumps(decision.at))
+
+    def ended(self, reason: str) -> None:
+        """The run is over."""
+        with self._transaction("ended"):
+            self._set("finished", reason)
+
+    # ---- versions -------------------------------------------------------------------------------------------------------------
+
+    def begin_version(self, number: int) -> File:
+        """A file to write version ``number`` to, block by block; ``publish`` or another ``begin_version`` ends it."""
+        with storage(f"cannot begin version {number}"):
+            file = self._files.create(self._draft_path(number))
+            self.at("version:begun")
+            return file
+
+    def publish(self, version: Version, draft: File, *, payload_start: int, layout: Layout, decision: Decision | None) -> None:
+        """Make a version durable and settle what is merged into it, in one transaction; then drop what is no longer kept.
+
+        ``payload_start`` is the byte of the file at which the published payload begins. Without a decision (version 0) an
+        accepted ``init`` is what is settled. Closes ``draft``.
+        """
+        target = self._versions / _version_name(version.number)
+        with storage(f"cannot publish version {version.number}"):
+            try:
+                self.at("publish:begun")
+                draft.fsync()
+                self.at("publish:synced")
+            finally:
+                draft.close()
+            self._files.rename(self._draft_path(version.number), target)
+            self.at("publish:renamed")
+            self._files.fsync_dir(self._versions)
+            self.at("publish:directory-synced")
+        with self._transaction("publish") as db:
+            settled, leaves = self._settled_by(decision)
+            newest = db.execute("SELECT max(number) FROM versions").fetchone()[0]
+            if version.number != (0 if newest is None else newest + 1):
+                raise StorageError(f"version {version.number} does not follow version {newest}: versions are gapless")
+            row = (version.number, payload_start, version_to_json(version))
+            db.execute("INSERT INTO versions (number, payload_start, body) VALUES (?, ?, ?)", row)
+            for update_id in settled:
+                db.execute("DELETE FROM updates WHERE id = ?", (str(update_id),))
+            for update_id in sorted({*settled, *leaves}):
+                db.execute("INSERT OR REPLACE INTO merged (id, version) VALUES (?, ?)", (str(update_id), version.number))
+            self._raise_high_water(leaves)
+            db.execute("DELETE FROM facts WHERE name = 'decision'")
+            self._set("layout", layout.to_json().decode())
+            oldest = version.number - self._keep + 1
+            retired = [n for (n,) in db.execute("SELECT number FROM versions WHERE number < ?", (oldest,))]
+            db.execute("DELETE FROM versions WHERE number < ?", (oldest,))
+            db.execute("DELETE FROM merged WHERE version < ?", (oldest,))
+        files = [self._payload_path(i) for i in settled] + [self._versions / _version_name(n) for n in retired]
+        with storage("cannot remove what is no longer kept"):
+            for path in files:
+                self._files.unlink(path)
+                self.at("publish:file-retired")
+
+    def _settled_by(self, decision: Decision | None) -> tuple[tuple[UpdateId, ...], tuple[UpdateId, ...]]:
+        """(updates whose payloads a version settles, leaf updates they stand for)."""
+        if decision is not None:
+            return decision.ids, decision.leaf_ids
+        inits = self._db.execute("SELECT id FROM updates WHERE kind = ?", (Kind.INIT.value,))
+        ids = tuple(UpdateId.parse(row[0]) for row in inits)
+        return ids, ids
+
+    def versions(self) -> tuple[Version, ...]:
+        """The versions kept, oldest first."""
+        with self._lock, storage("cannot list the versions"):
+            return tuple(version_from_json(row[0]) for row in self._db.execute("SELECT body FROM versions ORDER BY number"))
+
+    def read_version(self, number: int) -> VersionReader:
+        """Open a version that is kept; ``Refused(UNKNOWN_VERSION)`` otherwise."""
+        with self._lock, storage(f"cannot read version {number}"):
+            row = self._db.execute("SELECT payload_start, body FROM versions WHERE number = ?", (number,)).fetchone()
+            if row is None:
+                kept = [n for (n,) in self._db.execute("SELECT number FROM versions ORDER BY number")]
+                raise Refused(Reason.UNKNOWN_VERSION, f"version {number} is not kept here; kept: {kept or 'none yet'}")
+            return VersionReader(self._files.open(self._versions / _version_name(number)), row[0], version_from_json(row[1]))
+
+    def layout(self) -> Layout | None:
+        """The run's layout, once an ``init`` was accepted or a version published."""
+        with self._lock, storage("cannot read the layout"):
+            text = self._fact("layout")
+        return None if text is None else Layout.from_json(text.encode())
+
+    # ---- rows -----------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _transaction(self, name: str) -> Iterator[sqlite3.Connection]:
+        """All rows or none; durable when it ends."""
+        with self._lock, storage(f"cannot write the journal in {self.directory} ({name})"):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self.at(f"{name}:rows-written")
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # SQLite ends some failed transactions by itself
+                    self._db.execute("ROLLBACK")
+                raise
+        self.at(f"{name}:committed")
+
+    def _set(self, name: str, value: str) -> None:
+        self._db.execute("INSERT OR REPLACE INTO facts (name, value) VALUES (?, ?)", (name, value))
+
+    def _fact(self, name: str) -> str | None:
+        row: Any = self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def _raise_high_water(self, ids: tuple[UpdateId, ...] | list[UpdateId]) -> None:
+        self._db.executemany(
+            "INSERT INTO high_water (node, incarnation, sequence) VALUES (?, ?, ?) "
+            "ON CONFLICT (node, incarnation) DO UPDATE SET sequence = max(sequence, excluded.sequence)",
+            ids,
+        )
+
+    # ---- names ----------------------------------------------------------------------------------------------------------------
+
+    def _payload_path(self, update_id: UpdateId) -> Path:
+        return self._payloads / _payload_name(update_id)
+
+    def _draft_path(self, number: int) -> Path:
+        return self._versions / f"{number}.partial"
+
+
+def _payload_name(update_id: UpdateId) -> str:
+    return f"{quote(update_id.node, safe='')}.{update_id.incarnation}.{update_id.sequence}"
+
+
+def _version_name(number: int) -> str:
+    return f"{number}.safetensors"

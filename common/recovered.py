@@ -1,0 +1,147 @@
+"""What a restarted aggregator learns from its journal, and the JSON that the journal keeps of the frozen value types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fleetddp.common.events import Decision, Term
+from fleetddp.common.layout import Layout
+from fleetddp.common.update import Group, Kind, Slice, Tier, Update, UpdateHeader, UpdateId, Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """The durable state of a run; ``empty`` for one that begins."""
+
+    run: str
+    layout: Layout | None = None
+    version: Version | None = None  # the newest
+    window_opened_at: float | None = None
+    accepted: tuple[Update, ...] = ()  # acknowledged and not settled, in the order they were accepted
+    decision: Decision | None = None  # journaled, its version not yet published
+    high_water: Mapping[tuple[str, int], int] = field(default_factory=dict)  # (node, incarnation) -> largest sequence known
+    merged: Mapping[UpdateId, int] = field(default_factory=dict)  # of the versions kept: id -> the version it is in
+    finished: str = ""
+
+    @classmethod
+    def empty(cls, run: str) -> Recovered:
+        """The state of a new run."""
+        return cls(run=run)
+
+
+def update_to_json(update: Update) -> str:
+    """The journal row of an accepted update."""
+    header = update.header
+    return json.dumps(
+        {
+            "id": header.update_id,
+            "kind": header.kind.value,
+            "tier": header.tier.value,
+            "base_version": header.base_version,
+            "codec": header.codec,
+            "layout": header.layout,
+            "steps": header.steps,
+            "seconds": header.seconds,
+            "metrics": dict(header.metrics),
+            "groups": [[g.tier.value, g.base_version, g.samples, g.buffer_samples, g.ids] for g in header.groups],
+            "layout_spec": header.layout_spec.decode(),
+            "samples": update.samples,
+            "squared_norm": update.squared_norm,
+            "payload_bytes": update.payload_bytes,
+            "slices": [[s.intervals, s.samples, s.digest] for s in update.slices],
+        }
+    )
+
+
+def update_from_json(text: str) -> Update:
+    """The inverse of ``update_to_json``."""
+    row = json.loads(text)
+    header = UpdateHeader(
+        update_id=UpdateId(*row["id"]),
+        kind=Kind(row["kind"]),
+        tier=Tier(row["tier"]),
+        base_version=row["base_version"],
+        codec=row["codec"],
+        layout=row["layout"],
+        steps=row["steps"],
+        seconds=row["seconds"],
+        metrics=row["metrics"],
+        groups=tuple(_group(*group) for group in row["groups"]),
+        layout_spec=row["layout_spec"].encode(),
+    )
+    return Update(
+        header=header,
+        samples=row["samples"],
+        squared_norm=row["squared_norm"],
+        payload_bytes=row["payload_bytes"],
+        slices=tuple(_slice(*part) for part in row["slices"]),
+    )
+
+
+def decision_to_json(decision: Decision) -> str:
+    """The journal row of a decision."""
+    return json.dumps(
+        {
+            "version": decision.version,
+            "at": decision.at,
+            "terms": [[t.update_id, t.row, t.coefficient, t.buffer_coefficient] for t in decision.terms],
+            "ids": decision.ids,
+            "leaf_ids": decision.leaf_ids,
+            "reason": decision.reason,
+            "metrics": dict(decision.metrics),
+        }
+    )
+
+
+def decision_from_json(text: str) -> Decision:
+    """The inverse of ``decision_to_json``."""
+    row = json.loads(text)
+    return Decision(
+        version=row["version"],
+        at=row["at"],
+        terms=tuple(_term(*term) for term in row["terms"]),
+        ids=_ids(row["ids"]),
+        leaf_ids=_ids(row["leaf_ids"]),
+        reason=row["reason"],
+        metrics=row["metrics"],
+    )
+
+
+def version_to_json(version: Version) -> str:
+    """The journal row of a version."""
+    return json.dumps(
+        {
+            "number": version.number,
+            "layout": version.layout,
+            "codec": version.codec,
+            "payload_bytes": version.payload_bytes,
+            "digest": version.digest,
+            "published_at": version.published_at,
+            "updates": version.updates,
+            "metrics": dict(version.metrics),
+        }
+    )
+
+
+def version_from_json(text: str) -> Version:
+    """The inverse of ``version_to_json``."""
+    return Version(**json.loads(text))
+
+
+def _ids(rows: Sequence[Sequence[Any]]) -> tuple[UpdateId, ...]:
+    return tuple(UpdateId(*row) for row in rows)
+
+
+def _group(tier: str, base_version: int, samples: float, buffer_samples: float, ids: Sequence[Sequence[Any]]) -> Group:
+    return Group(tier=Tier(tier), base_version=base_version, samples=samples, buffer_samples=buffer_samples, ids=_ids(ids))
+
+
+def _slice(intervals: Sequence[Sequence[int]], samples: float, digest: int) -> Slice:
+    return Slice(intervals=tuple((start, stop) for start, stop in intervals), samples=samples, digest=digest)
+
+
+def _term(update_id: Sequence[Any], row: int, coefficient: float, buffer_coefficient: float) -> Term:
+    return Term(update_id=UpdateId(*update_id), row=row, coefficient=coefficient, buffer_coefficient=buffer_coefficient)
