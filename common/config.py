@@ -130,17 +130,31 @@ class MergeConfig(Section):
     tiers: dict[Tier, StalenessConfig] = {}  # overrides ``staleness`` for a tier
     gradient_lr: PositiveFloat = 0.01  # a `gradient` joins as the delta of one local step of this size
 
+    @model_validator(mode="after")
+    def _share_names_the_leaf_tiers(self) -> MergeConfig:
+        if self.share != "samples" and set(self.share) != {Tier.SITE, Tier.EDGE}:
+            named = ", ".join(sorted(tier.value for tier in self.share)) or "none"
+            raise ValueError(f"share must name the leaf tiers site and edge (if one is absent, the other has it all), not {named}")
+        return self
+
     def for_tier(self, tier: Tier) -> StalenessConfig:
         """The staleness rule of one leaf tier."""
         return self.tiers.get(tier, self.staleness)
 
 
+ElementWise = Literal["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"]
+
+
 class OuterConfig(Section):
-    """The outer optimizer: a class of torch.optim by name, its arguments, or a preset (``diloco``: SGD 0.7, Nesterov 0.9)."""
+    """The outer optimizer: a class of torch.optim by name and its options, or a preset (table ``PRESETS`` in outer.py).
+
+    Only element-wise optimizers are allowed: the outer step is taken block by block. Options left out are torch's defaults,
+    except that SGD's ``lr`` is 1.0 (plain averaging).
+    """
 
     preset: Literal["average", "diloco", "fedasync"] | None = None
-    optimizer: str = "SGD"
-    options: dict[str, Any] = {"lr": 1.0}
+    optimizer: ElementWise = "SGD"
+    options: dict[str, Any] = {}
 
     @model_validator(mode="after")
     def _preset_or_optimizer(self) -> OuterConfig:

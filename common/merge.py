@@ -1,0 +1,165 @@
+"""How a window's updates become one outer gradient: what each counts for, and their weighted sum.
+
+``plan`` fixes a coefficient for each update (design §4); ``weighted_sum`` then adds up any block of the vector in float64, in the
+order of the plan. A product and a sum are each rounded once, as IEEE 754 has it, so the result depends neither on the order of
+arrival, nor on the size of the blocks, nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fleetddp.common.config import Constant, Discount, MergeConfig, Polynomial
+from fleetddp.common.events import Term
+from fleetddp.common.layout import Layout
+from fleetddp.common.payload import Geometry, tensor_over
+from fleetddp.common.update import Interval, Kind, Tier, Update
+
+Read = Callable[[int, int], bytes]  # bytes [start, stop) of an update's payload
+
+
+def discount(rule: Discount, staleness: int) -> float:
+    """d(s): how much an update of this staleness (>= 0) counts."""
+    if isinstance(rule, Constant):
+        return 1.0
+    if isinstance(rule, Polynomial):
+        return float((1 + staleness) ** -rule.a)
+    return 1.0 if staleness <= rule.b else 1 / (rule.a * (staleness - rule.b) + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """One vector of an update, in terms of the formulas of ``plan``."""
+
+    update: Update
+    index: int
+    tier: Tier
+    discount: float
+    samples: float  # w in sum(w)
+    scale: float  # what the vector is to be multiplied by to be w u
+    buffer_samples: float  # w in sum(w d) of the buffers
+    buffer_scale: float
+
+
+def plan(updates: Sequence[Update], version: int, config: MergeConfig) -> tuple[Term, ...]:
+    """The terms that make version ``version`` out of deltas, gradients and partials, in any order.
+
+    Within a tier the outer gradient is sum(w d u) / sum(w): w samples, d the discount, u the update; a stale window thus takes a
+    smaller step (Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, 2022). With shares, the means of the
+    tiers present are mixed in proportion to their shares; ``share: samples`` knows no tiers. Updates of one member on one base
+    are parts of one longer update: added, with the weight of their summed samples. A gradient is the delta of one step of
+    ``gradient_lr``. A partial's row already is a sum of w u. Buffers are averaged: sum(w d b) / sum(w d).
+    """
+    joint = _joint_samples(updates)
+    rows = [row for update in sorted(updates, key=lambda u: u.update_id) for row in _rows(update, version, config, joint)]
+    means = _tier_means(rows, config)
+    buffered = math.fsum(row.buffer_samples * row.discount for row in rows)
+    return tuple(
+        Term(
+            update_id=row.update.update_id,
+            row=row.index,
+            coefficient=row.scale * row.discount / means[row.tier].samples * means[row.tier].share,
+            buffer_coefficient=row.buffer_scale * row.discount / buffered if row.buffer_samples else 0.0,
+        )
+        for row in rows
+    )
+
+
+class _Mean(NamedTuple):
+    """What the updates of a tier are divided by, and what their mean counts in the whole."""
+
+    samples: float
+    share: float
+
+
+def _tier_means(rows: Sequence[_Row], config: MergeConfig) -> dict[Tier, _Mean]:
+    samples: dict[Tier, list[float]] = defaultdict(list)
+    for row in rows:
+        samples[row.tier].append(row.samples)
+    if config.share == "samples":
+        return dict.fromkeys(samples, _Mean(math.fsum(row.samples for row in rows), 1.0))
+    shares = config.share
+    present = math.fsum(shares[tier] for tier in samples)
+    return {tier: _Mean(math.fsum(samples[tier]), shares[tier] / present) for tier in samples}
+
+
+def _joint_samples(updates: Sequence[Update]) -> dict[tuple[str, int], float]:
+    """Samples of each member on each base, all its updates together."""
+    parts: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for update in updates:
+        parts[update.update_id.node, update.header.base_version].append(update.samples)
+    return {key: math.fsum(samples) for key, samples in parts.items()}
+
+
+def _rows(update: Update, version: int, config: MergeConfig, joint: dict[tuple[str, int], float]) -> Iterator[_Row]:
+    header = update.header
+
+    def discounted(tier: Tier, base_version: int) -> float:
+        return discount(config.for_tier(tier).discount, version - 1 - base_version)
+
+    if header.kind is Kind.PARTIAL:
+        for index, group in enumerate(header.groups):
+            yield _Row(
+                update=update,
+                index=index,
+                tier=group.tier,
+                discount=discounted(group.tier, group.base_version),
+                samples=group.samples,
+                scale=1.0,
+                buffer_samples=group.buffer_samples,
+                buffer_scale=1.0,
+            )
+        return
+    is_gradient = header.kind is Kind.GRADIENT
+    yield _Row(
+        update=update,
+        index=0,
+        tier=header.tier,
+        discount=discounted(header.tier, header.base_version),
+        samples=update.samples,
+        scale=joint[update.update_id.node, header.base_version] * (config.gradient_lr if is_gradient else 1.0),
+        buffer_samples=0.0 if is_gradient else update.samples,
+        buffer_scale=update.samples,
+    )
+
+
+class Operand:
+    """The decoded rows of one update, read block by block through ``read``."""
+
+    def __init__(self, geometry: Geometry, read: Read) -> None:
+        self._geometry, self._read = geometry, read
+
+    def values(self, row: int, interval: Interval) -> Tensor:
+        """f32[n] of an element interval of the layout, within one section; not to be written to."""
+        first = row * self._geometry.layout.elements
+        elements = (first + interval[0], first + interval[1])
+        return self._geometry.decode(tensor_over(self._read(*self._geometry.byte_range(elements))), elements)
+
+
+def weighted_sum(
+    operand: Callable[[Term], Operand], terms: Sequence[Term], layout: Layout, interval: Interval, *, out: Tensor, product: Tensor
+) -> None:
+    """Sum of coefficient x row over the terms, for a block of parameters or of buffers, into ``out``.
+
+    ``out`` and ``product`` (scratch) are f64[n] for the n elements of the interval.
+    """
+    buffers = interval[0] >= layout.buffer_start and layout.buffer_elements > 0
+    fresh = True
+    for term in terms:
+        coefficient = term.buffer_coefficient if buffers else term.coefficient
+        if coefficient == 0.0:
+            continue
+        target = out if fresh else product
+        target.copy_(operand(term).values(term.row, interval))
+        target.mul_(coefficient)  # not add_(..., alpha): that may fuse the two roundings, but only on some machines
+        if not fresh:
+            out.add_(product)
+        fresh = False
+    if fresh:
+        out.zero_()

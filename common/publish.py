@@ -1,0 +1,209 @@
+"""Making versions: from the first weights, and from a journaled decision.
+
+What is published is what a version *is*: members compute their deltas against the published, possibly rounded, weights. The exact
+weights stay in the version file, and the next outer step starts from them, so that a rounding is made up for in the next version
+and never adds up (error feedback at the publisher).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fleetddp.common import codecs
+from fleetddp.common.config import FleetConfig
+from fleetddp.common.errors import ConfigError, Refused, StorageError
+from fleetddp.common.events import Decision, Term
+from fleetddp.common.files import File, OsFiles
+from fleetddp.common.journal import Journal
+from fleetddp.common.layout import Buffers, Layout
+from fleetddp.common.merge import Operand, weighted_sum
+from fleetddp.common.outer import OuterOptimizer
+from fleetddp.common.payload import Geometry
+from fleetddp.common.stored import storage
+from fleetddp.common.update import Interval, Kind, Update, UpdateId, Version
+from fleetddp.common.version_file import BLOCK_ELEMENTS, VersionFile, VersionWriter, blocks
+
+Weights = Callable[[Interval, Tensor], Tensor]  # (elements, out f32[n]) -> out, holding those elements
+
+
+class Publisher:
+    """Writes versions into a journal, as the fleet file's ``publish`` and ``outer`` say.
+
+    Raises ``ConfigError`` for an outer optimizer that torch refuses. Memory is a few blocks of ``BLOCK_ELEMENTS``, whatever the
+    model and the number of updates. The same decision and payloads always give the same bytes.
+    """
+
+    def __init__(self, journal: Journal, config: FleetConfig) -> None:
+        self._journal = journal
+        self._codec = codecs.get(config.publish)
+        self._outer = OuterOptimizer(config.outer)
+
+    def found(self, update: Update, at: float) -> Version:
+        """Make version 0 from an accepted ``init``."""
+        layout = Layout.from_json(update.header.layout_spec)
+        first = self._operand(update, layout)
+        return self._found(layout, lambda interval, out: out.copy_(first.values(0, interval)), at)
+
+    def found_file(self, path: Path, at: float) -> Version:
+        """Make version 0 from a file that ``save_init`` wrote, or from a version file; ``ConfigError`` if it is neither."""
+        try:
+            file = OsFiles().open(path)
+        except OSError as error:
+            raise ConfigError(f"start.file: cannot read {path}: {error.strerror}") from error
+        with contextlib.closing(file):
+            try:
+                source = VersionFile(file)
+            except StorageError as error:
+                hint = "fleetddp.common.publish.save_init(module, path) writes one"
+                raise ConfigError(f"start.file: {path} is {error}; {hint}") from error
+            return self._found(source.head.layout, source.weights, at)
+
+    def merge(self, decision: Decision) -> Version:
+        """Make the version that ``decision`` describes; from its journaling on the bytes are fixed."""
+        self._journal.decide(decision)
+        with self._journal.read_version(decision.version - 1) as reader:
+            step = _Step(VersionFile(reader), self._outer, decision.terms, self._operands(decision))
+            layout = step.layout
+            with self._draft(decision.version) as file:
+                writer = VersionWriter(
+                    file, layout, self._codec, optimizer=self._outer.name, slots=self._outer.slots, scalars=self._outer.scalars
+                )
+                for interval in blocks(0, layout.parameters):
+                    writer.parameters(interval, *step.parameters(interval))
+                for interval in _buffer_blocks(layout):
+                    writer.buffers(step.buffers(interval))
+                digest = writer.finish(number=decision.version, updates=len(decision.leaf_ids), scalars=step.scalars)
+                version = Version(
+                    number=decision.version,
+                    layout=layout.fingerprint,
+                    codec=self._codec.spec,
+                    payload_bytes=writer.payload_bytes,
+                    digest=digest,
+                    published_at=decision.at,
+                    updates=len(decision.leaf_ids),
+                    metrics=decision.metrics,
+                )
+                self._journal.publish(version, file, payload_start=writer.payload_start, layout=layout, decision=decision)
+        return version
+
+    def _found(self, layout: Layout, weights: Weights, at: float) -> Version:
+        with self._draft(0) as file:
+            writer = VersionWriter(file, layout, self._codec)
+            version = Version(
+                number=0,
+                layout=layout.fingerprint,
+                codec=self._codec.spec,
+                payload_bytes=writer.payload_bytes,
+                digest=_copy(weights, writer, layout),
+                published_at=at,
+            )
+            self._journal.publish(version, file, payload_start=writer.payload_start, layout=layout, decision=None)
+        return version
+
+    @contextlib.contextmanager
+    def _draft(self, number: int) -> Iterator[File]:
+        file = self._journal.begin_version(number)
+        with contextlib.closing(file), storage(f"cannot write version {number}"):
+            try:
+                yield file
+            except Refused as error:
+                raise ConfigError(
+                    f"version {number} would hold weights that are not finite ({error.message}): training diverged; "
+                    "set limits.max_norm, or lower the learning rate of outer.options"
+                ) from error
+
+    def _operands(self, decision: Decision) -> Callable[[Term], Operand]:
+        layout = self._journal.layout()
+        assert layout is not None  # there is a version to step from
+        operands = {update_id: self._operand(self._journal.update(update_id), layout) for update_id in decision.ids}
+        return lambda term: operands[term.update_id]
+
+    def _operand(self, update: Update, layout: Layout) -> Operand:
+        header = update.header
+        geometry = Geometry(layout, codecs.get(header.codec), rows=header.rows, buffers=header.kind is not Kind.GRADIENT)
+        return Operand(geometry, self._reader(update.update_id))
+
+    def _reader(self, update_id: UpdateId) -> Callable[[int, int], bytes]:
+        # Opened for each block anew: a window may hold more updates than a process may have open files.
+        def read(start: int, stop: int) -> bytes:
+            with self._journal.payload(update_id) as payload:
+                return payload.read(start, stop)
+
+        return read
+
+
+class _Step:
+    """One outer step, block by block, in buffers that are used again for each block."""
+
+    def __init__(
+        self, previous: VersionFile, outer: OuterOptimizer, terms: Sequence[Term], operand: Callable[[Term], Operand]
+    ) -> None:
+        self._previous, self._outer, self._terms, self._operand = previous, outer, terms, operand
+        head = previous.head
+        self.layout = head.layout
+        # Another optimizer than the last one starts afresh, as do other options that keep other state.
+        kept = (head.optimizer, set(head.slots), set(head.scalars))
+        self._resumed = kept == (outer.name, set(outer.slots), set(outer.scalars))
+        self.scalars: dict[str, float] = {}
+        size = min(BLOCK_ELEMENTS, self.layout.elements)
+        self._sum, self._product = (torch.empty(size, dtype=torch.float64) for _ in range(2))
+        self._weights, self._merged = (torch.empty(size) for _ in range(2))
+        self._state = {slot: torch.empty(size) for slot in outer.slots}
+
+    def parameters(self, interval: Interval) -> tuple[Tensor, dict[str, Tensor]]:
+        """The next exact weights of a block, and the optimizer's state vectors."""
+        n = interval[1] - interval[0]
+        weights = self._previous.weights(interval, self._weights[:n])
+        state = {slot: vector[:n] for slot, vector in self._state.items()}
+        if self._resumed:
+            for slot, vector in state.items():
+                self._previous.slot(slot, interval, vector)
+        before = self._previous.head.scalars if self._resumed else None
+        self.scalars = self._outer.step(weights, self._mean(interval), state, before)
+        return weights, state
+
+    def buffers(self, interval: Interval) -> Tensor:
+        """The next buffers of a block: the mean of those that arrived, else the ones before."""
+        if any(term.buffer_coefficient for term in self._terms):
+            return self._mean(interval)
+        return self._previous.weights(interval, self._weights[: interval[1] - interval[0]])
+
+    def _mean(self, interval: Interval) -> Tensor:
+        n = interval[1] - interval[0]
+        weighted_sum(self._operand, self._terms, self.layout, interval, out=self._sum[:n], product=self._product[:n])
+        return self._merged[:n].copy_(self._sum[:n])
+
+
+def save_init(module: nn.Module, path: str | Path, *, buffers: Buffers = "average") -> None:
+    """Write a module's weights as a file for ``start.file``, readable by any safetensors reader.
+
+    ``buffers`` must be what the members use. Raises ``ConfigError`` if a weight is not finite, ``StorageError`` if the disk
+    refuses.
+    """
+    layout = Layout.from_module(module, buffers=buffers)
+    with storage(f"cannot write {path}"), contextlib.closing(OsFiles().create(Path(path))) as file:
+        writer = VersionWriter(file, layout, codecs.get("float32"))
+        try:
+            _copy(lambda interval, out: layout.read(module, out, interval), writer, layout)
+        except Refused as error:
+            raise ConfigError(f"a fleet cannot start from this module: {error.message}") from error
+        file.fsync()
+
+
+def _copy(weights: Weights, writer: VersionWriter, layout: Layout) -> int:
+    """Write version 0; returns the payload's CRC32C."""
+    block = torch.empty(min(BLOCK_ELEMENTS, layout.elements))
+    for start, stop in blocks(0, layout.parameters):
+        writer.parameters((start, stop), weights((start, stop), block[: stop - start]), {})
+    for start, stop in _buffer_blocks(layout):
+        writer.buffers(weights((start, stop), block[: stop - start]))
+    return writer.finish(number=0, updates=0, scalars={})
+
+
+def _buffer_blocks(layout: Layout) -> Iterator[Interval]:
+    return blocks(layout.buffer_start, layout.buffer_start + layout.buffer_elements)
