@@ -48,8 +48,6 @@ def coordinator(
 def edge(
     fleet: FleetFile,
     name: Annotated[str, typer.Option(help="This node's id: its certificate's common name.", show_default=False)],
-    index: Annotated[int, typer.Option(min=0, help="Which share of the Task's data is this node's.")] = 0,
-    count: Annotated[int, typer.Option(min=1, help="Of how many shares.")] = 1,
     insecure: Insecure = False,
 ) -> None:
     """Run an edge node: pull, train, push, until the run is finished."""
@@ -57,7 +55,7 @@ def edge(
     from fleetddp.edge.node import run_node
 
     log_to_terminal()
-    run_node(_load(fleet, insecure=insecure), name=name, index=index, count=count)
+    run_node(_load(fleet, insecure=insecure), name=name)
 
 
 @app.command(epilog="Example: fleetddp status 127.0.0.1:7070 --watch")
