@@ -138,7 +138,7 @@ class Layout:
         for spec, (name, _, role, start) in zip(layout.tensors, entries, strict=True):
             if (spec.role, spec.start) != (role, start):
                 due = f"a {spec.role} at {spec.start}"
-                raise Refused(Reason.MALFORMED, f"not a layout: {name!r} is a {role} at {start}; {due} is due")
+                raise Refused(Reason.MALFORMED, f"not a layout: {name!r} is a {role} at {start!s:.40}; {due} is due")
         return layout
 
     @cached_property
@@ -150,8 +150,7 @@ class Layout:
         """What ``other`` has in place of this layout's first tensor that it lacks, as a phrase; None if they are equal."""
         for mine, theirs in zip_longest(self.tensors, other.tensors):
             if mine != theirs:
-                hint = "" if mine and theirs and mine.role == theirs.role else _hint(mine, theirs)
-                return f"expected {_describe(mine)}, found {_describe(theirs)}{hint}"
+                return f"expected {_describe(mine)}, found {_describe(theirs)}{_hint(mine, theirs)}"
         return None
 
     def check(self, module: nn.Module) -> None:
@@ -222,7 +221,7 @@ class Layout:
             held = base[at : at + hi - lo]
             if local.dtype.itemsize < held.dtype.itemsize:
                 held = held.to(local.dtype).to(base.dtype)
-            target.copy_(held - local)  # in the wider of the two dtypes
+            torch.sub(held, local, out=target)  # computed in the wider of the two dtypes
         return out
 
     def _bounds(self, interval: Interval | None) -> Interval:
@@ -266,7 +265,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _float_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Persistent floating-point buffers, each once, under its first name."""
+    """Persistent floating-point buffers, each once, under its first name (torch has no public list of the persistent ones)."""
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, owner in module.named_modules(remove_duplicate=False)
@@ -284,7 +283,7 @@ def _place(tensors: list[TensorSpec], role: Role, start: int, named: Iterable[Na
         size = math.prod(shape)
         if len(shape) > MAX_DIMENSIONS or min(shape, default=0) < 0 or start + size > MAX_ELEMENTS:
             allowed = f"at most {MAX_DIMENSIONS} dimensions, none negative, {MAX_ELEMENTS} elements in all"
-            raise ConfigError(f"tensor {name!r} has shape {shape}; allowed are {allowed}")
+            raise ConfigError(f"tensor {name!r} has shape {shape!s:.80}; allowed are {allowed}")
         tensors.append(TensorSpec(name, shape, role, start, size))
         start += size
 
@@ -314,8 +313,11 @@ def _describe(spec: TensorSpec | None) -> str:
 
 
 def _hint(mine: TensorSpec | None, theirs: TensorSpec | None) -> str:
-    buffers = any(spec is not None and spec.role == "buffer" for spec in (mine, theirs))
-    return "; are the same parameters frozen on both ends?" if not buffers else "; is 'buffers' set alike on both ends?"
+    if mine and theirs and mine.name == theirs.name:
+        return ""
+    if any(spec is not None and spec.role == "buffer" for spec in (mine, theirs)):
+        return "; is 'buffers' set alike on both ends?"
+    return "; are the same parameters frozen on both ends?"
 
 
 def _round_up(elements: int) -> int:

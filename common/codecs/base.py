@@ -36,6 +36,7 @@ class Codec(ABC):
         blocks, rest = divmod(n, BLOCK)
         return blocks * self.block_bytes + (self._size(rest) if rest else 0)
 
+    @torch.no_grad()
     def encode(self, x: Tensor) -> Tensor:
         """f32[n], contiguous or not, to u8[encoded_bytes(n)].
 
@@ -59,6 +60,7 @@ class Codec(ABC):
             self._decode(data[octets].reshape(-1, self._size(m)), out[elements].view(-1, m))
         return out
 
+    @torch.no_grad()
     def encode_with_feedback(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Encode x plus what earlier encodings left out; return the bytes and what this one leaves out.
 

@@ -12,9 +12,9 @@ from fleetddp.common.errors import Reason, Refused
 class Int4(Scaled):
     """A block of m elements: the scale (float32, little-endian), then ceil(m / 2) bytes: 260 a full block.
 
-    scale = max|x| / 7; code = round-half-even(x / scale) in [-7, 7]; decoded = code * scale. Byte i holds code + 8 of element
-    2 i in its low half, of element 2 i + 1 in its high half; the half after an odd last element is 8. Error at most
-    max|x| / 14 (and a float32 rounding); a block whose max|x| is below 2^-119 decodes to zeros.
+    scale = max|x| / 7; code = x * (7 / max|x|), rounded half to even, in [-7, 7]; decoded = code * scale, all in float32. Byte i
+    holds code + 8 of element 2 i in its low half, of element 2 i + 1 in its high half; the half after an odd last element is 8.
+    Error at most max|x| / 14 and a float32 rounding. A block whose max|x| is below 2^-119 is sent as zeros.
     """
 
     def __init__(self) -> None:

@@ -11,8 +11,8 @@ from fleetddp.common.codecs.scaled import Scaled
 class Int8(Scaled):
     """A block of m elements: the scale (float32, little-endian), then m signed bytes in [-127, 127]; 516 bytes a full block.
 
-    scale = max|x| / 127; code = round-half-even(x / scale); decoded = code * scale. Error at most max|x| / 254 (and a float32
-    rounding); a block whose max|x| is below 2^-119 decodes to zeros.
+    scale = max|x| / 127; code = x * (127 / max|x|), rounded half to even; decoded = code * scale, all in float32. Error at most
+    max|x| / 254 and a float32 rounding. A block whose max|x| is below 2^-119 is sent as zeros.
     """
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ SMALLEST = 2.0**-119  # a block of smaller magnitude is sent as zeros: its scale
 
 
 class Scaled(Codec):
-    """Block: scale = max|x| / levels, then round(x / scale) in [-levels, levels]. Error at most scale / 2 an element."""
+    """A block's scale is max|x| / levels, its integers lie in [-levels, levels]; the error of an element is at most scale / 2."""
 
     def __init__(self, spec: str, levels: int) -> None:
         self.levels = levels
