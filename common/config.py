@@ -134,8 +134,22 @@ class MergeConfig(Section):
     def _share_names_the_leaf_tiers(self) -> MergeConfig:
         if self.share != "samples" and set(self.share) != {Tier.SITE, Tier.EDGE}:
             named = ", ".join(sorted(tier.value for tier in self.share)) or "none"
-            raise ValueError(f"share must name the leaf tiers site and edge (if one is absent, the other has it all), not {named}")
+            raise ValueError(f"share must name both leaf tiers, site and edge (one that is absent gives its share to the other), not {named}")
         return self
+
+    @field_validator("share")
+    @classmethod
+    def _both_leaf_tiers(cls, value: object) -> object:
+        if isinstance(value, dict) and set(value) != {Tier.SITE, Tier.EDGE}:
+            raise ValueError("shares are {site: ..., edge: ...}: both tiers and no other (a region's updates count as its members')")
+        return value
+
+    @field_validator("tiers")
+    @classmethod
+    def _leaf_tiers(cls, value: dict[Tier, StalenessConfig]) -> dict[Tier, StalenessConfig]:
+        if Tier.REGION in value:
+            raise ValueError("a region has no staleness of its own: its updates count as its members'; allowed are site, edge")
+        return value
 
     def for_tier(self, tier: Tier) -> StalenessConfig:
         """The staleness rule of one leaf tier."""
