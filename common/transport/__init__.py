@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from fleetddp.common.errors import Reason
 from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, News
 from fleetddp.common.layout import Layout
 from fleetddp.common.update import Receipt, Slice, UpdateHeader, Version
 
 Sink = Callable[[int, memoryview], None]  # (offset in the version's payload, bytes): where pulled chunks go
+
+# A push refused for one of these says nothing about the update: the member must act (join, stop, be let in) and can then push it.
+MEMBER_REASONS = frozenset({Reason.UNKNOWN_NODE, Reason.WRONG_IDENTITY, Reason.WRONG_RUN, Reason.SUPERSEDED})
 
 
 class Parent(Protocol):
@@ -38,14 +42,18 @@ class Parent(Protocol):
         ...
 
     def pull(self, version: int, ranges: Sequence[ByteRange], sink: Sink) -> Version:
-        """Bring byte ranges of a version's published payload (none: all of it) to ``sink``, each byte once, checked."""
+        """Bring byte ranges of a version's published payload (none: all of it) to ``sink``, each byte once, checked.
+
+        The ranges ascend and do not overlap. ``Refused(BAD_CHECKSUM)`` after the last byte: the payload as a whole is damaged.
+        """
         ...
 
     def push(self, header: UpdateHeader, slice: Slice, payload: memoryview) -> Receipt:
         """Send one stream of an update; returns when the update is accepted, settled or refused.
 
-        A refusal of the update is *returned* as a receipt of state ``REFUSED``, not raised; a repeat is answered with the
-        receipt of the update as it stands, ``duplicate`` set.
+        ``payload`` holds the encoded bytes of the slice's intervals, one after another. A refusal of the update for good is
+        *returned* as a receipt of state ``REFUSED``; raised are those that a retry can mend and ``MEMBER_REASONS``. A repeat is
+        answered with the receipt of the update as it stands, ``duplicate`` set.
         """
         ...
 

@@ -1,0 +1,263 @@
+"""A member's standing with its parent: joined, alive, up to date. What a site's rank 0, an edge node and a region share.
+
+Two threads: one joins and then sends heartbeats, the other follows the parent's news. When either finds the parent gone it tries
+again with short, jittered waits; when the parent has forgotten the member (it was restarted, or the lease ran out) the
+session joins again. Only a refusal that no retry can mend, or the end of the run, ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from fleetddp.common.errors import FleetError, Reason, Refused, Unreachable
+from fleetddp.common.events import Heartbeat, Join, Joined
+from fleetddp.common.transport import MEMBER_REASONS, Parent
+from fleetddp.common.transport.backoff import Backoff
+from fleetddp.common.update import NO_VERSION, Receipt, UpdateId
+
+_log = logging.getLogger(__name__)
+
+
+class Session:
+    """Keeps ``join.node`` a member of the fleet from ``start`` to ``stop``. All methods may be called from any thread.
+
+    ``open_updates`` names the updates whose fate is not known yet; every join and heartbeat asks about them. ``on_receipt`` gets the
+    answers, and those that come as news, one at a time, from the session's threads; it may get the same one twice. The parent
+    stays the caller's: close it after ``stop``, which also ends the news stream.
+    """
+
+    def __init__(
+        self,
+        parent: Parent,
+        join: Join,
+        *,
+        open_updates: Callable[[], Sequence[UpdateId]] = tuple,
+        on_receipt: Callable[[Receipt], None] = lambda receipt: None,
+        rng: random.Random | None = None,
+        retry_cap_s: float = 1.0,
+    ) -> None:
+        self.base_version = NO_VERSION  # what the member trains from; heartbeats tell it
+        self._parent, self._join = parent, join
+        self._open_updates, self._on_receipt = open_updates, on_receipt
+        self._rng, self._retry_cap_s = rng or random.Random(), retry_cap_s
+        self._changed = threading.Condition()  # guards all below
+        self._first: Joined | None = None
+        self._member = False  # as far as we know
+        self._version = NO_VERSION
+        self._finished = ""
+        self._closes_at = 0.0
+        self._failure: Exception | None = None
+        self._stopped = False
+        self._due = False  # a heartbeat is wanted at once
+        self._metrics: dict[int, Mapping[str, float]] = {}  # to report, by the version they are of
+        self._delivery = threading.Lock()  # one receipt at a time
+
+    # ---- what the member asks -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to join, in the background."""
+        for work in (self._stay, self._follow):
+            threading.Thread(target=self._guarded, args=(work,), name=f"fleetddp{work.__name__}", daemon=True).start()
+
+    def joined(self, timeout_s: float | None = None) -> Joined | None:
+        """Wait for the answer to the first join; None after ``stop`` or the timeout. Raises what ended the session."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._first is not None or self._over, timeout_s)
+            self._raise_failure()
+            return self._first
+
+    def wait_version(self, after: int, timeout_s: float | None = None) -> int | None:
+        """Wait for a version newer than ``after``; None when there is none by the timeout, the end of the run or ``stop``.
+
+        Raises what ended the session.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._version > after or self._over, timeout_s)
+            self._raise_failure()
+            return self._version if self._version > after else None
+
+    @property
+    def version(self) -> int:
+        """The newest version that the parent told of."""
+        return self._version
+
+    @property
+    def closes_at(self) -> float:
+        """When the parent's window is expected to close, in seconds since the epoch; 0: unknown."""
+        return self._closes_at
+
+    @property
+    def finished(self) -> str:
+        """Why the run is over; empty while it goes on."""
+        return self._finished
+
+    @property
+    def failure(self) -> Exception | None:
+        """What ended the session: a refusal for good, or a fault of ours; None while it lives."""
+        return self._failure
+
+    def report(self, metrics: Mapping[str, float], version: int = NO_VERSION) -> None:
+        """Tell the parent of metrics evaluated on ``version``, at once; those of training (no version) go with the next heartbeat."""
+        with self._changed:
+            self._metrics[version] = dict(metrics)
+            if version != NO_VERSION:
+                self._hurry()
+
+    def stop(self, *, leave: bool) -> None:
+        """End the session without waiting for its threads; ``leave`` tells the parent that the member will not come back."""
+        with self._changed:
+            if self._stopped:
+                return
+            self._stopped = True
+            leave = leave and self._member
+            self._changed.notify_all()
+        if leave:
+            try:
+                self._parent.leave(self._join.node, self._join.incarnation)
+            except FleetError as error:
+                _log.info("%s could not take leave, its lease will run out: %s", self._join.node, error)
+
+    # ---- the thread that joins and sends heartbeats -----------------------------------------------------------------------------
+
+    def _stay(self) -> None:
+        backoff = self._backoff()
+        lost = ""
+        while not self._over:
+            try:
+                pause_s = self._beat() if self._member else self._enter()
+            except (Unreachable, Refused) as error:
+                if isinstance(error, Refused) and not self._bearable(error):
+                    raise
+                if str(error) != lost:
+                    _log.warning("%s: %s", self._join.node, error)
+                lost = str(error)
+                self._sleep(backoff.delay(), or_due=False)
+            else:
+                if lost:
+                    _log.info("%s: back with its parent at version %d", self._join.node, self._version)
+                lost = ""
+                backoff.reset()
+                self._sleep(pause_s, or_due=True)
+
+    def _enter(self) -> float:
+        """Join; returns the time to the next heartbeat."""
+        joined = self._parent.join(replace(self._join, open=tuple(self._open_updates())))
+        self._join = replace(self._join, run=joined.run)
+        self._deliver(joined.receipts)
+        with self._changed:
+            self._member = True
+            self._first = self._first or joined
+            self._version = joined.version  # even an older one: a parent restored from a backup
+            self._heartbeat_s = joined.heartbeat_s
+            self._finished = self._finished or joined.finished
+            self._changed.notify_all()
+        return self._heartbeat_s
+
+    def _beat(self) -> float:
+        """Send one heartbeat; returns the time to the next."""
+        with self._changed:
+            self._due = False
+            version, metrics = next(iter(self._metrics.items()), (NO_VERSION, {}))
+        heard = self._parent.heartbeat(
+            Heartbeat(
+                node=self._join.node,
+                incarnation=self._join.incarnation,
+                base_version=self.base_version,
+                open=tuple(self._open_updates()),
+                metrics=metrics,
+                metrics_version=version,
+                leaves=self._join.leaves,
+            )
+        )
+        self._learn(heard.version, heard.receipts, heard.finished, heard.closes_at)
+        with self._changed:
+            if self._metrics.get(version) is metrics:  # not reported anew meanwhile
+                del self._metrics[version]
+            self._due = self._due or bool(self._metrics)
+        return self._heartbeat_s * self._rng.uniform(0.8, 1.0)
+
+    def _bearable(self, error: Refused) -> bool:
+        """Whether to go on after a refusal; may forget that we are a member, so that the session joins again."""
+        with self._changed:
+            entering = not self._member
+            if error.reason is Reason.UNKNOWN_NODE:
+                self._member = False
+            if error.reason is Reason.FINISHED:
+                self._finished = self._finished or error.message
+                self._changed.notify_all()
+        if error.retry or error.reason is Reason.FINISHED:
+            return True
+        return not entering and error.reason not in MEMBER_REASONS
+
+    # ---- the thread that follows the news ---------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        backoff = self._backoff()
+        while not self._over:
+            with self._changed:
+                self._changed.wait_for(lambda: self._member or self._over)
+            if self._over:
+                return
+            try:
+                for news in self._parent.watch(self._join.node, self._join.incarnation, self._version):
+                    self._learn(news.version, news.receipts, news.finished, news.closes_at)
+                    backoff.reset()
+                    if self._over:
+                        return
+            except (Unreachable, Refused) as error:
+                _log.debug("%s: news stream: %s", self._join.node, error)
+            with self._changed:
+                self._hurry()  # the heartbeat finds out what is wrong
+            self._sleep(backoff.delay(), or_due=False)
+
+    # ---- common to both ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _over(self) -> bool:
+        return self._stopped or bool(self._finished) or self._failure is not None
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """A thread's whole life: what it cannot bear ends the session and is raised to whoever waits."""
+        try:
+            work()
+        except Exception as error:
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+            if not self._stopped:
+                _log.error("%s: the session has ended: %s", self._join.node, error, exc_info=not isinstance(error, FleetError))
+
+    def _learn(self, version: int, receipts: Sequence[Receipt], finished: str, closes_at: float) -> None:
+        self._deliver(receipts)  # first: who is woken by a new version knows by then what is in it
+        with self._changed:
+            self._version = max(self._version, version)
+            self._finished = self._finished or finished
+            self._closes_at = closes_at or self._closes_at
+            self._changed.notify_all()
+
+    def _deliver(self, receipts: Sequence[Receipt]) -> None:
+        with self._delivery:
+            for receipt in receipts:
+                if self._stopped:
+                    return
+                self._on_receipt(receipt)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _hurry(self) -> None:
+        """Ask for a heartbeat now; holds ``_changed``."""
+        self._due = True
+        self._changed.notify_all()
+
+    def _sleep(self, seconds: float, *, or_due: bool) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or (or_due and self._due), seconds)
+
+    def _backoff(self) -> Backoff:
+        return Backoff(self._rng, cap_s=self._retry_cap_s)
