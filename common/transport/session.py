@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -48,6 +49,7 @@ class Session:
         self._first: Joined | None = None
         self._member = False  # as far as we know
         self._version = NO_VERSION
+        self._heard_at = time.monotonic()
         self._finished = ""
         self._closes_at = 0.0
         self._failure: Exception | None = None
@@ -84,6 +86,11 @@ class Session:
     def version(self) -> int:
         """The newest version that the parent told of."""
         return self._version
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the parent last answered or sent news; since the session was made, if it never did."""
+        return time.monotonic() - self._heard_at
 
     @property
     def closes_at(self) -> float:
@@ -150,6 +157,7 @@ class Session:
         self._deliver(joined.receipts)
         with self._changed:
             self._member = True
+            self._heard_at = time.monotonic()
             self._first = self._first or joined
             self._version = joined.version  # even an older one: a parent restored from a backup
             self._heartbeat_s = joined.heartbeat_s
@@ -234,6 +242,7 @@ class Session:
     def _learn(self, version: int, receipts: Sequence[Receipt], finished: str, closes_at: float) -> None:
         self._deliver(receipts)  # first: who is woken by a new version knows by then what is in it
         with self._changed:
+            self._heard_at = time.monotonic()
             self._version = max(self._version, version)
             self._finished = self._finished or finished
             self._closes_at = closes_at or self._closes_at
