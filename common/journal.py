@@ -200,7 +200,7 @@ class Journal:
             return staged
 
     def accept(self, update: Update, at: float) -> None:
-        """Make a staged update durable; when this returns it may be acknowledged. An ``init`` brings the layout with it."""
+        """Make a staged update durable; when this returns it may be acknowledged. (An ``init`` holds its layout.)"""
         update_id = update.update_id
         with self._lock:
             # Taken out even if what follows fails: after a failed fsync the bytes cannot be trusted, they must be staged anew.
@@ -220,8 +220,6 @@ class Journal:
             row = (str(update_id), at, update.header.kind.value, update_to_json(update))
             db.execute("INSERT INTO updates (id, at, kind, body) VALUES (?, ?, ?, ?)", row)
             self._raise_high_water([update_id])
-            if update.header.kind is Kind.INIT:
-                self._set("layout", update.header.layout_spec.decode())
 
     def discard(self, update_id: UpdateId) -> None:
         """Forget an update that was staged, or accepted but never acknowledged. Its id stays below the high-water mark."""
@@ -233,6 +231,14 @@ class Journal:
             db.execute("DELETE FROM updates WHERE id = ?", (str(update_id),))
         with storage(f"cannot remove the payload of {update_id}"):
             self._files.unlink(self._payload_path(update_id))
+
+    def update(self, update_id: UpdateId) -> Update:
+        """An accepted update that is not settled yet."""
+        with self._lock, storage(f"cannot read {update_id}"):
+            row = self._db.execute("SELECT body FROM updates WHERE id = ?", (str(update_id),)).fetchone()
+        if row is None:
+            raise StorageError(f"the journal holds no accepted update {update_id}")
+        return update_from_json(row[0])
 
     def payload(self, update_id: UpdateId) -> Reader:
         """The payload of an accepted update that is not settled yet."""
@@ -312,10 +318,10 @@ class Journal:
             db.execute("DELETE FROM versions WHERE number < ?", (oldest,))
             db.execute("DELETE FROM merged WHERE version < ?", (oldest,))
         files = [self._payload_path(i) for i in settled] + [self._versions / _version_name(n) for n in retired]
-        with storage("cannot remove what is no longer kept"):
-            for path in files:
+        for path in files:
+            with suppress(OSError):  # the version stands; a file that cannot be removed now is removed by ``recover``
                 self._files.unlink(path)
-                self.at("publish:file-retired")
+            self.at("publish:file-retired")
 
     def _settled_by(self, decision: Decision | None) -> tuple[tuple[UpdateId, ...], tuple[UpdateId, ...]]:
         """(updates whose payloads a version settles, leaf updates they stand for)."""
@@ -340,7 +346,7 @@ class Journal:
             return VersionReader(self._files.open(self._versions / _version_name(number)), row[0], version_from_json(row[1]))
 
     def layout(self) -> Layout | None:
-        """The run's layout, once an ``init`` was accepted or a version published."""
+        """The run's layout, once a version is published."""
         with self._lock, storage("cannot read the layout"):
             text = self._fact("layout")
         return None if text is None else Layout.from_json(text.encode())
