@@ -26,9 +26,9 @@ _log = logging.getLogger(__name__)
 class Session:
     """Keeps ``join.node`` a member of the fleet from ``start`` to ``stop``. All methods may be called from any thread.
 
-    ``open_updates`` names the updates whose fate is not known yet; every join and heartbeat asks about them. ``on_receipt`` gets the
-    answers, and those that come as news, one at a time, from the session's threads; it may get the same one twice. The parent
-    stays the caller's: close it after ``stop``, which also ends the news stream.
+    ``open_updates`` names the updates whose fate is not known yet; every join and heartbeat asks about them. ``on_receipt`` gets
+    the answers, and those that come as news, one at a time, from the session's threads; it may get the same one twice. What
+    either raises ends the session. The parent stays the caller's: close it after ``stop``, which also ends the news stream.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Session:
         self._first: Joined | None = None
         self._member = False  # as far as we know
         self._version = NO_VERSION
+        self._heartbeat_s = 0.0
         self._heard_at = time.monotonic()
         self._finished = ""
         self._closes_at = 0.0
@@ -58,7 +59,7 @@ class Session:
         self._metrics: dict[int, Mapping[str, float]] = {}  # to report, by the version they are of
         self._delivery = threading.Lock()  # one receipt at a time
 
-    # ---- what the member asks -----------------------------------------------------------------------------------------------
+    # ---- what the member asks ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to join, in the background."""
@@ -108,7 +109,7 @@ class Session:
         return self._failure
 
     def report(self, metrics: Mapping[str, float], version: int = NO_VERSION) -> None:
-        """Tell the parent of metrics evaluated on ``version``, at once; those of training (no version) go with the next heartbeat."""
+        """Tell the parent of metrics evaluated on ``version`` at once; of metrics of training (no version), by and by."""
         with self._changed:
             self._metrics[version] = dict(metrics)
             if version != NO_VERSION:
@@ -128,7 +129,7 @@ class Session:
             except FleetError as error:
                 _log.info("%s could not take leave, its lease will run out: %s", self._join.node, error)
 
-    # ---- the thread that joins and sends heartbeats -----------------------------------------------------------------------------
+    # ---- the thread that joins and sends heartbeats --------------------------------------------------------------------------
 
     def _stay(self) -> None:
         backoff = self._backoff()
@@ -170,23 +171,30 @@ class Session:
         with self._changed:
             self._due = False
             version, metrics = next(iter(self._metrics.items()), (NO_VERSION, {}))
-        heard = self._parent.heartbeat(
-            Heartbeat(
-                node=self._join.node,
-                incarnation=self._join.incarnation,
-                base_version=self.base_version,
-                open=tuple(self._open_updates()),
-                metrics=metrics,
-                metrics_version=version,
-                leaves=self._join.leaves,
-            )
+        heartbeat = Heartbeat(
+            node=self._join.node,
+            incarnation=self._join.incarnation,
+            base_version=self.base_version,
+            open=tuple(self._open_updates()),
+            metrics=metrics,
+            metrics_version=version,
+            leaves=self._join.leaves,
         )
+        try:
+            heard = self._parent.heartbeat(heartbeat)
+        except Refused as error:
+            if not error.retry:  # perhaps for its metrics: the next goes without them
+                self._reported(version, metrics)
+            raise
+        self._reported(version, metrics)
         self._learn(heard.version, heard.receipts, heard.finished, heard.closes_at)
+        return self._heartbeat_s * self._rng.uniform(0.8, 1.0)
+
+    def _reported(self, version: int, metrics: Mapping[str, float]) -> None:
         with self._changed:
             if self._metrics.get(version) is metrics:  # not reported anew meanwhile
                 del self._metrics[version]
             self._due = self._due or bool(self._metrics)
-        return self._heartbeat_s * self._rng.uniform(0.8, 1.0)
 
     def _bearable(self, error: Refused) -> bool:
         """Whether to go on after a refusal; may forget that we are a member, so that the session joins again."""
@@ -201,7 +209,7 @@ class Session:
             return True
         return not entering and error.reason not in MEMBER_REASONS
 
-    # ---- the thread that follows the news ---------------------------------------------------------------------------------------
+    # ---- the thread that follows the news ------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
         backoff = self._backoff()
@@ -222,7 +230,7 @@ class Session:
                 self._hurry()  # the heartbeat finds out what is wrong
             self._sleep(backoff.delay(), or_due=False)
 
-    # ---- common to both ---------------------------------------------------------------------------------------------------------
+    # ---- common to both ------------------------------------------------------------------------------------------------------
 
     @property
     def _over(self) -> bool:
