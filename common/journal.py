@@ -232,14 +232,6 @@ class Journal:
         with storage(f"cannot remove the payload of {update_id}"):
             self._files.unlink(self._payload_path(update_id))
 
-    def update(self, update_id: UpdateId) -> Update:
-        """An accepted update that is not settled yet."""
-        with self._lock, storage(f"cannot read {update_id}"):
-            row = self._db.execute("SELECT body FROM updates WHERE id = ?", (str(update_id),)).fetchone()
-        if row is None:
-            raise StorageError(f"the journal holds no accepted update {update_id}")
-        return update_from_json(row[0])
-
     def payload(self, update_id: UpdateId) -> Reader:
         """The payload of an accepted update that is not settled yet."""
         with self._lock, storage(f"cannot read the payload of {update_id}"):
