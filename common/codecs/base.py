@@ -122,3 +122,10 @@ def require_vector(x: Tensor, what: str) -> None:
 def as_numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Blocks of bytes u8[b, k] as numbers; a copy, since bytes in the middle of a block need not be aligned."""
     return data.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def as_bytes(numbers: Tensor) -> Tensor:
+    """Numbers [..., k] as bytes u8[..., k * itemsize], by a view where their memory allows one."""
+    # A dimension of size 0 or 1 counts as contiguous whatever its stride, but view(dtype) wants a stride of 1 all the same.
+    viewable = numbers.is_contiguous() and numbers.stride(-1) == 1
+    return (numbers if viewable else numbers.clone(memory_format=torch.contiguous_format)).view(torch.uint8)

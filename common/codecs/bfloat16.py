@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fleetddp.common.codecs.base import Codec, as_numbers
+from fleetddp.common.codecs.base import Codec, as_bytes, as_numbers
 
 
 class Bfloat16(Codec):
@@ -23,7 +23,7 @@ class Bfloat16(Codec):
     def _encode(self, x: Tensor, out: Tensor) -> None:
         rounded = x.to(torch.bfloat16)
         self.require_finite(rounded)
-        out.copy_(rounded.view(torch.uint8))
+        out.copy_(as_bytes(rounded))
 
     def _decode(self, data: Tensor, out: Tensor) -> None:
         out.copy_(as_numbers(data, torch.bfloat16))

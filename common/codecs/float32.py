@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fleetddp.common.codecs.base import Codec, require_vector
+from fleetddp.common.codecs.base import Codec, as_bytes, as_numbers, require_vector
 
 
 class Float32(Codec):
@@ -23,13 +23,13 @@ class Float32(Codec):
         """As ``Codec.encode``, without copying."""
         require_vector(x, "a vector to encode")
         self.require_finite(x)
-        return x.detach().contiguous().view(torch.uint8)
+        return as_bytes(x.detach())
 
     def decode(self, data: Tensor, n: int) -> Tensor:
         """As ``Codec.decode``, without copying."""
         self.require_bytes(data, n)
-        aligned = data.is_contiguous() and data.storage_offset() % 4 == 0 and data.data_ptr() % 4 == 0
-        values = (data if aligned else data.clone(memory_format=torch.contiguous_format)).view(torch.float32)
+        aligned = data.stride(0) == 1 and data.storage_offset() % 4 == 0 and data.data_ptr() % 4 == 0
+        values = data.view(torch.float32) if aligned else as_numbers(data, torch.float32)
         self.require_finite(values)
         return values
 
