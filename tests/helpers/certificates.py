@@ -1,0 +1,28 @@
+"""A throw-away CA made by ``deploy/certs.sh``."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from fleetddp.common.config import SecurityConfig
+
+SCRIPT = Path(__file__).parents[2] / "deploy" / "certs.sh"
+
+
+def certs(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run certs.sh."""
+    return subprocess.run([SCRIPT, *map(str, arguments)], capture_output=True, text=True, check=False)
+
+
+def make_ca(directory: Path, *nodes: str, hosts: tuple[str, ...] = ("localhost", "127.0.0.1")) -> Path:
+    """A CA in ``directory`` with a coordinator's certificate and one for each node."""
+    for arguments in (("ca", directory), ("coordinator", directory, *hosts), ("node", directory, *nodes)):
+        result = certs(*arguments)
+        assert result.returncode == 0, result.stderr
+    return directory
+
+
+def security(directory: Path, name: str) -> SecurityConfig:
+    """What ``name`` (a node, or ``coordinator``) puts into its fleet file."""
+    return SecurityConfig(ca=directory / "ca.pem", cert=directory / f"{name}.pem", key=directory / f"{name}.key")
