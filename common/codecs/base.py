@@ -75,7 +75,10 @@ class Codec(ABC):
                 raise ConfigError(f"a residual of {residual.numel()} elements for a vector of {x.numel()}")
             x = x + residual
         payload = self.encode(x)
-        return payload, None if self.lossless else x - self.decode(payload, x.numel())
+        if self.lossless:
+            return payload, None
+        decoded = self.decode(payload, x.numel())
+        return payload, torch.sub(x, decoded, out=decoded)
 
     @abstractmethod
     def _size(self, m: int) -> int:
