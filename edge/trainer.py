@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fleetddp.common import codecs
 from fleetddp.common.config import EdgeConfig
@@ -60,19 +60,29 @@ class Trainer(ABC):
     """Local training of one task on one device. The optimizer is made anew for each adopted version: an update depends on
     the weights it began at and the data, not on what the node did before.
 
-    Raises ``ConfigError`` for an unknown codec and for a task without data for this member.
+    Raises ``ConfigError`` for a task without data for this member, ``Refused(UNKNOWN_CODEC)`` for an unknown codec.
     """
 
     kind: ClassVar[Kind]
 
-    def __init__(self, task: Task, member: str, config: EdgeConfig, *, seed: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        task: Task,
+        member: str,
+        config: EdgeConfig,
+        *,
+        seed: int,
+        index: int = 0,
+        count: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self._task = task
         self._config = config
         self._device = torch.device(device)
         self.model = task.model().to(self._device)
         self.layout = Layout.from_module(self.model, buffers=config.buffers)
         self._optimizer = self._new_optimizer()
-        self._loader = _loader(task, member, config.batch_size, seed)
+        self._loader = _loader(task.data(member, index, count), member, config.batch_size, seed)
         self._batches = self._endless()
 
     @property
@@ -200,13 +210,10 @@ class GradientTrainer(Trainer):
         return self._mean
 
 
-def trainer_for(task: Task, member: str, config: EdgeConfig, *, seed: int, device: torch.device | str = "cpu") -> Trainer:
-    """The trainer that ``edge.update`` names."""
-    kinds = {"delta": DeltaTrainer, "gradient": GradientTrainer}
-    return kinds[config.update](task, member, config, seed=seed, device=device)
+TRAINERS: dict[str, type[Trainer]] = {"delta": DeltaTrainer, "gradient": GradientTrainer}  # by the fleet file's ``edge.update``
 
 
-def _gradient(model: torch.nn.Module, layout: Layout) -> Tensor:
+def _gradient(model: nn.Module, layout: Layout) -> Tensor:
     """float32[layout.parameters]: the parameters' gradients in the layout's order; a parameter without one counts as zero."""
     flat = torch.zeros(layout.parameters)
     parameters = dict(model.named_parameters())
@@ -217,9 +224,8 @@ def _gradient(model: torch.nn.Module, layout: Layout) -> Tensor:
     return flat
 
 
-def _loader(task: Task, member: str, batch_size: int, seed: int) -> DataLoader[Any]:
-    """Shuffled batches of all the member's data; the order follows from the seed and the member's name."""
-    dataset = task.data(member, 0, 1)
+def _loader(dataset: Dataset[Any], member: str, batch_size: int, seed: int) -> DataLoader[Any]:
+    """Shuffled batches of the member's data; the order follows from the seed and the member's name."""
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, batch_size)
     if len(dataset) == 0:  # type: ignore[arg-type]

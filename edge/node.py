@@ -1,0 +1,295 @@
+"""The edge node: pull, train, put in the outbox, push, repeat, and survive whatever happens in between.
+
+Two threads share the work. The caller's thread trains and pulls; a delivery thread pushes the outbox in order, so that a slow or
+dead uplink does not stop training. A ``Session`` (heartbeats, news, joining again) runs beside both.
+
+One member, one update per base version (design §4): having made its update a node waits for the next version, unless it is cut
+off. Then it trains on and the update, while nobody has seen it, grows. A refused update is dropped and the node starts again
+from the version it holds, or from the newest.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from fleetddp.common import codecs
+from fleetddp.common.config import FleetConfig
+from fleetddp.common.errors import ConfigError, Reason, Refused, StorageError, Unreachable
+from fleetddp.common.events import Join
+from fleetddp.common.layout import Layout
+from fleetddp.common.payload import Geometry, tensor_over
+from fleetddp.common.task import Task, load
+from fleetddp.common.transport import Parent
+from fleetddp.common.transport.backoff import Backoff
+from fleetddp.common.transport.session import Session
+from fleetddp.common.update import NO_VERSION, Kind, Receipt, State, Tier
+from fleetddp.edge.outbox import Nature, Outbox
+from fleetddp.edge.trainer import TRAINERS, Work
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5  # how long at most until the node looks around again while it waits
+CUT_OFF = 2.0  # heartbeats without an answer until the node counts itself as cut off
+DAMAGED = frozenset({Reason.BAD_CHECKSUM, Reason.TRUNCATED, Reason.OUT_OF_ORDER})  # what arrived was not what was meant
+
+
+class EdgeNode:
+    """One edge member of a fleet. ``run`` blocks until the run is finished or ``stop`` is called from anywhere.
+
+    ``parent`` is the connection to the coordinator or region; the node closes it. ``ready`` is asked before each unit of work:
+    False while the device had better not train (battery, metered network, schedule). Raises what a person must
+    mend: ``ConfigError``, ``LayoutMismatch``, ``StorageError`` at the start, ``Refused`` with WRONG_RUN, WRONG_IDENTITY, ...
+    """
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        task: Task,
+        parent: Parent,
+        *,
+        name: str,
+        index: int = 0,
+        count: int = 1,
+        device: torch.device | str = "cpu",
+        ready: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._config, self._parent, self._ready = config, parent, ready
+        edge = config.edge
+        self._trainer = TRAINERS[edge.update](task, name, edge, seed=config.seed, index=index, count=count, device=device)
+        self._layout = self._trainer.layout
+        nature = Nature(
+            name, config.run, self._layout.fingerprint, self._trainer.kind, edge.codec, self._trainer.geometry.required()
+        )
+        self.outbox = Outbox(edge.state / name, nature)
+        join = Join(
+            node=name, tier=Tier.EDGE, incarnation=self.outbox.incarnation, run=config.run, layout=self._layout.fingerprint
+        )
+        self._session = Session(parent, join, open_updates=self.outbox.open, on_receipt=self._settle)
+        self._delivery = threading.Thread(target=self._deliver, name="fleetddp-delivery", daemon=True)
+        self._stopped, self._parcel = threading.Event(), threading.Event()
+        self._work = Work()  # done and not yet in the outbox
+        self._backoff = Backoff(random.Random(), first_s=1.0, cap_s=60.0)  # after an update that led nowhere
+        self._not_before = 0.0
+        self.counts: Counter[str] = Counter()  # units of work; diverged
+
+    # ---- life -----------------------------------------------------------------------------------------------------------------
+
+    def run(self) -> str:
+        """Take part until the run is finished; returns why it ended, empty after ``stop``."""
+        try:
+            if self.outbox.base_version != NO_VERSION:
+                self._trainer.adopt(self.outbox.local())
+                self._session.base_version = self.outbox.base_version
+                log.info("going on from version %d, %d updates in the outbox", self.outbox.base_version, len(self.outbox))
+            self._session.start()
+            self._delivery.start()
+            while not self._stopped.is_set() and not self._session.finished:
+                self._turn()
+                if self._session.failure is not None:
+                    raise self._session.failure
+            return self._session.finished
+        except Refused as refusal:
+            self._explain(refusal)
+            raise
+        finally:
+            self._close()
+
+    def stop(self) -> None:
+        """End ``run`` soon, from any thread: after the current batch at the latest."""
+        self._stopped.set()
+        self._parcel.set()
+        self._session.stop(leave=True)
+        self._parent.close()
+
+    def _close(self) -> None:
+        self.stop()
+        if self._delivery.ident is not None:
+            self._delivery.join(timeout=2.0)
+        self.outbox.close()
+
+    def _explain(self, refusal: Refused) -> None:
+        """Say which tensor differs, if that is what is wrong: raises ``LayoutMismatch``."""
+        if refusal.reason is Reason.WRONG_LAYOUT:
+            self._parent.layout().check(self._trainer.model)
+
+    @property
+    def _cut_off(self) -> bool:
+        return self._session.silent_s > CUT_OFF * self._config.members.heartbeat_s
+
+    # ---- training -------------------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """One look around: adopt what is new, then train if there is something to train, else wait a little."""
+        try:
+            self._rewind()
+            self._refresh()
+            if self._due():
+                self._train()
+                return
+        except StorageError as error:
+            log.error("%s; trying again", error)
+            self._delay()
+        if self._session.version == self.outbox.base_version:
+            self._session.wait_version(after=self.outbox.base_version, timeout_s=POLL_S)
+        else:
+            self._stopped.wait(POLL_S)
+
+    def _due(self) -> bool:
+        """Whether to train now."""
+        again = self._cut_off and self._trainer.kind is Kind.DELTA  # a gradient is about the weights as they were: one will do
+        if self.outbox.base_version == NO_VERSION or len(self.outbox) >= self._config.edge.max_outbox:
+            return False
+        return (again or not self.outbox.trained) and time.monotonic() >= self._not_before and self._ready()
+
+    def _train(self) -> None:
+        """One unit of work, into the outbox."""
+        work = self._trainer.train(lambda: not self._stopped.is_set())
+        if work is None:
+            return
+        self.counts["units"] += 1
+        self._work += work
+        try:
+            update_id = self.outbox.put(self._work, self._trainer.encode, self._trainer.weights())
+        except Refused as refusal:  # NOT_FINITE, by the codec
+            self.counts["diverged"] += 1
+            log.error("training diverged, the work is dropped (%d so far): %s", self.counts["diverged"], refusal.message)
+            self._session.report({"diverged": float(self.counts["diverged"])}, NO_VERSION)
+            self._restart_at(self.outbox.local())
+            self._delay()
+            return
+        log.info("update %s: %d samples since version %d", update_id, self._work.samples, self.outbox.base_version)
+        self._work = Work()
+        self._parcel.set()
+
+    def _refresh(self) -> None:
+        """Pull and adopt the newest version, unless it is held already. It may be an older one: a parent may lose its journal."""
+        newest = self._session.version
+        if newest in (NO_VERSION, self.outbox.base_version) or self._cut_off:
+            return
+        try:
+            weights = fetch(self._parent, newest, self._layout)
+        except (Unreachable, Refused) as error:
+            if isinstance(error, Refused) and error.reason is Reason.WRONG_LAYOUT:
+                raise
+            log.warning("cannot pull version %d now: %s", newest, error)
+            return
+        self.outbox.adopt(newest, weights, self._config.merge.for_tier(Tier.EDGE).max_staleness)
+        self._restart_at(weights)
+        self._not_before = 0.0
+        self._session.base_version = newest
+
+    def _rewind(self) -> None:
+        """After a refusal: leave where the refused update led."""
+        base = self.outbox.rewind()
+        if base is not None:
+            self._restart_at(base)
+            self._delay()
+
+    def _restart_at(self, weights: Tensor) -> None:
+        self._trainer.adopt(weights)
+        self._work = Work()
+
+    def _delay(self) -> None:
+        """What led nowhere is not repeated at once; a new version ends the delay."""
+        self._not_before = time.monotonic() + self._backoff.delay()
+
+    # ---- delivery -------------------------------------------------------------------------------------------------------------
+
+    def _deliver(self) -> None:
+        """Push the outbox in order, until stopped."""
+        backoff = Backoff(random.Random())
+        while not self._stopped.is_set():
+            self._parcel.clear()
+            try:
+                if not self._push_next():
+                    self._parcel.wait(POLL_S)
+                backoff.reset()
+            except (Unreachable, Refused, StorageError) as error:
+                if not self._stopped.is_set():
+                    log.warning("cannot deliver now: %s", error)
+                    self._stopped.wait(backoff.delay())
+
+    def _push_next(self) -> bool:
+        """Push the oldest update that the parent may not have; whether there was one and a parent to push it to."""
+        if self._cut_off or self._session.joined(timeout_s=0.0) is None:
+            return False
+        entry = self.outbox.offer()
+        if entry is None:
+            return False
+        try:
+            receipt = self._parent.push(entry.header, entry.slice, entry.payload)
+        except Refused as refusal:
+            if refusal.reason not in DAMAGED:
+                raise
+            # Repeats did not mend it: the stored bytes are damaged.
+            receipt = Receipt(
+                update_id=entry.header.update_id, state=State.REFUSED, reason=refusal.reason.value, message=refusal.message
+            )
+        self._settle(receipt)
+        return True
+
+    def _settle(self, receipt: Receipt) -> None:
+        """Take a receipt from a push or a heartbeat."""
+        if not self.outbox.record(receipt):
+            return
+        if receipt.state is State.MERGED:
+            self._backoff.reset()
+            log.info("update %s is in version %d", receipt.update_id, receipt.version)
+        else:
+            log.warning("update %s: %s %s %s", receipt.update_id, receipt.state.value, receipt.reason, receipt.message)
+
+
+def fetch(parent: Parent, version: int, layout: Layout) -> Tensor:
+    """Pull a version: float32[layout.elements]. ``Refused(WRONG_LAYOUT)`` if it is of another layout."""
+    payload = bytearray()
+
+    def sink(offset: int, data: memoryview) -> None:
+        payload[offset : offset + len(data)] = data
+
+    found = parent.pull(version, (), sink)
+    if found.layout != layout.fingerprint:
+        raise Refused(Reason.WRONG_LAYOUT, f"version {version} has layout {found.layout[:12]}, mine is {layout.fingerprint[:12]}")
+    geometry = Geometry(layout, codecs.get(found.codec))
+    weights = torch.zeros(layout.elements)
+    for start, stop in geometry.required():
+        first, last = geometry.byte_range((start, stop))
+        weights[start:stop] = geometry.decode(tensor_over(memoryview(payload)[first:last]), (start, stop))
+    return weights
+
+
+def run_node(config: FleetConfig, *, name: str, index: int = 0, count: int = 1) -> None:
+    """``fleetddp edge``: run one node until the run is finished, or SIGTERM ends it; both return. Ctrl-C raises."""
+    from fleetddp.common.transport.uplink import Uplink
+
+    if config.task is None:
+        raise ConfigError("task: an edge node needs a Task; give task.target in the fleet file")
+    task = load(config.task)
+    parent = Uplink(config.coordinator.address, config.security, node=name, run=config.run)
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        reason = EdgeNode(config, task, parent, name=name, index=index, count=count).run()
+        log.info("the run is finished: %s", reason)
+    except _Terminated:
+        log.info("stopped by SIGTERM; what is not delivered is in the outbox")
+    finally:
+        parent.close()
+        signal.signal(signal.SIGTERM, previous)
+
+
+class _Terminated(BaseException):
+    """SIGTERM, like KeyboardInterrupt: it ends the main thread wherever it is. The outbox withstands worse."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # cleaning up is under way; a second signal must not break it
+    raise _Terminated
