@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -39,7 +40,7 @@ class LosingFiles(OsFiles):
 
     A file's bytes are durable from ``fsync`` on, a name (new, changed or removed) from ``fsync_dir`` of its folder on. SQLite
     writes through the operating system, past this layer: what it committed counts as durable, provided that the name of the
-    database file was. ``ignored`` names fsyncs that shall do nothing, as ``file:FOLDER`` or ``dir:FOLDER`` (``.`` is the root), to
+    database file was. ``ignored`` names fsyncs that shall do nothing, as ``file:FOLDER`` or ``dir:FOLDER`` (``.``: the root), to
     show what they are there for. ``before`` is called before every operation that changes something, with its name.
     """
 
@@ -84,9 +85,10 @@ class LosingFiles(OsFiles):
 
     def fsync_dir(self, path: Path) -> None:
         self.before("fsync_dir")
+        if self.ignores("dir", path):
+            return
         if path == self.root.parent:
             self._durable_folders.add(self.root)
-        if path == self.root.parent or self.ignores("dir", path):
             return
         self._durable_names[path] = self._names(path)
         for entry in path.iterdir():
@@ -115,7 +117,7 @@ class LosingFiles(OsFiles):
 
     def ignores(self, what: str, folder: Path) -> bool:
         """Whether this fsync shall do nothing."""
-        return f"{what}:{folder.relative_to(self.root)}" in self._ignored
+        return f"{what}:{os.path.relpath(folder, self.root)}" in self._ignored
 
     def _names(self, folder: Path) -> dict[str, _Inode]:
         return {path.name: inode for path, inode in self._inodes.items() if path.parent == folder}
