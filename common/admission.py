@@ -1,0 +1,193 @@
+"""What an offered update must pass, as tables of checks in the order they are made.
+
+``HEADER`` is checked when the first stream of an update is offered, before a byte of it is taken. ``check_slice`` is checked
+for each stream. ``COMPLETE`` is checked when all streams have arrived. The first check that fails names the refusal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fleetddp.common.codecs import get
+from fleetddp.common.config import FleetConfig
+from fleetddp.common.errors import Reason, Refused
+from fleetddp.common.layout import Layout
+from fleetddp.common.payload import Geometry
+from fleetddp.common.update import NO_VERSION, Kind, Slice, Tier, Update, UpdateHeader
+
+
+@dataclass(slots=True, kw_only=True)
+class Standing:
+    """Where the run stands: what the checks compare with."""
+
+    config: FleetConfig
+    version: int = NO_VERSION  # newest published
+    head: int = NO_VERSION  # what an update accepted now is merged on top of: ``version``, or the one being made
+    layout: Layout | None = None  # known from the first weights on
+    finished: str = ""
+    init_by: str = ""  # who brought the first weights, once they have arrived whole
+
+    def wants_init(self, tier: Tier) -> bool:
+        """Whether a member of this tier should upload the first weights."""
+        awaited = self.version == NO_VERSION and not self.init_by and self.config.start.bootstrap == "site"
+        return awaited and tier is Tier.SITE and not self.finished
+
+
+# ---- the header -------------------------------------------------------------------------------------------------------------
+
+
+def _run_goes_on(header: UpdateHeader, standing: Standing) -> None:
+    if standing.finished:
+        raise Refused(Reason.FINISHED, f"the run has ended: {standing.finished}")
+
+
+def _kind_is_taken(header: UpdateHeader, standing: Standing) -> None:
+    if header.kind is Kind.LOGITS:
+        raise Refused(Reason.WRONG_KIND, "soft labels are not taken in this track")
+    if (header.kind is Kind.PARTIAL) != bool(header.groups):
+        raise Refused(
+            Reason.MALFORMED, f"a {header.kind.value} with {len(header.groups)} groups; a partial has them, no other kind"
+        )
+    if (header.kind is Kind.PARTIAL) != (header.tier is Tier.REGION):
+        raise Refused(Reason.MALFORMED, f"a {header.kind.value} of tier {header.tier.value}; regions send partials, no one else")
+    if header.kind is not Kind.INIT:
+        return
+    if header.tier is not Tier.SITE:
+        raise Refused(Reason.WRONG_KIND, f"a member of tier {header.tier.value} sent first weights; a site brings them")
+    if standing.config.start.bootstrap == "file":
+        raise Refused(Reason.INIT_TAKEN, f"the first weights come from {standing.config.start.file}")
+    if standing.init_by or standing.version != NO_VERSION:
+        raise Refused(Reason.INIT_TAKEN, f"the first weights are there already, from {standing.init_by or 'an earlier start'}")
+
+
+def _layout_is_ours(header: UpdateHeader, standing: Standing) -> None:
+    if header.kind is Kind.INIT:
+        named = Layout.from_json(header.layout_spec)
+        if named.elements > standing.config.limits.max_elements:
+            limit = standing.config.limits.max_elements
+            raise Refused(Reason.TOO_LARGE, f"a layout of {named.elements} elements; limits.max_elements is {limit}")
+        if named.fingerprint != header.layout:
+            raise Refused(
+                Reason.WRONG_LAYOUT, f"the header names layout {header.layout[:12]}, its spec is {named.fingerprint[:12]}"
+            )
+    elif standing.layout is not None and header.layout != standing.layout.fingerprint:
+        raise Refused(Reason.WRONG_LAYOUT, f"layout {header.layout[:12]}; this run's is {standing.layout.fingerprint[:12]}")
+
+
+def _codec_is_known(header: UpdateHeader, standing: Standing) -> None:
+    get(header.codec)
+    if header.kind is Kind.INIT and header.codec != "float32":
+        raise Refused(Reason.UNKNOWN_CODEC, f"first weights in {header.codec}; they travel in float32")
+
+
+def _groups_add_up(header: UpdateHeader, standing: Standing) -> None:
+    ids = [i for group in header.groups for i in group.ids]
+    if len(set(ids)) != len(ids):
+        raise Refused(Reason.MALFORMED, "a partial names an update twice")
+    for group in header.groups:
+        if not group.ids or group.tier is Tier.REGION:
+            raise Refused(Reason.MALFORMED, f"a group of tier {group.tier.value} with {len(group.ids)} updates")
+        if not 0 < group.samples < math.inf or not 0 <= group.buffer_samples <= group.samples:
+            raise Refused(Reason.BAD_WEIGHT, f"a group of {group.samples} samples, {group.buffer_samples} with buffers")
+
+
+def _base_exists(header: UpdateHeader, standing: Standing) -> None:
+    if header.kind is Kind.INIT:
+        return
+    for base in (header.base_version, *(group.base_version for group in header.groups)):
+        if base < 0:
+            raise Refused(Reason.MALFORMED, f"base_version {base} is negative")
+        if base > standing.version:
+            raise Refused(Reason.FUTURE_BASE, f"base_version {base}; the newest version is {standing.version}")
+
+
+def _not_stale(header: UpdateHeader, standing: Standing) -> None:
+    if header.kind is Kind.INIT:
+        return
+    bases = [(g.tier, g.base_version) for g in header.groups] or [(header.tier, header.base_version)]
+    for tier, base in bases:
+        bound = standing.config.merge.for_tier(tier).max_staleness
+        if standing.head - base > bound:
+            raise Refused(
+                Reason.STALE, f"based on version {base}, {standing.head - base} behind; the bound of tier {tier.value} is {bound}"
+            )
+
+
+HeaderCheck = Callable[[UpdateHeader, Standing], None]
+HEADER: tuple[HeaderCheck, ...] = (
+    _run_goes_on,
+    _kind_is_taken,
+    _layout_is_ours,
+    _codec_is_known,
+    _groups_add_up,
+    _base_exists,
+    _not_stale,
+)
+
+
+def check_header(header: UpdateHeader, standing: Standing) -> None:
+    """All of ``HEADER``; raises ``Refused``."""
+    for check in HEADER:
+        check(header, standing)
+
+
+# ---- one stream -------------------------------------------------------------------------------------------------------------
+
+
+def check_slice(part: Slice, geometry: Geometry, standing: Standing) -> None:
+    """Samples finite, not negative, within the limit; intervals of whole blocks. Raises ``Refused``."""
+    if not 0 <= part.samples <= standing.config.limits.max_samples:  # NaN fails too
+        raise Refused(
+            Reason.BAD_WEIGHT, f"{part.samples} samples; allowed are 0 to {standing.config.limits.max_samples:g} behind a stream"
+        )
+    if not part.intervals:
+        raise Refused(Reason.WRONG_INTERVALS, "a stream that carries no element")
+    for interval in part.intervals:
+        geometry.byte_range(interval)
+
+
+# ---- the complete update ----------------------------------------------------------------------------------------------------
+
+
+def _has_weight(update: Update, standing: Standing) -> None:
+    if update.header.kind is Kind.INIT:
+        return
+    limit = standing.config.limits.max_samples
+    if not 0 < update.samples <= limit:
+        raise Refused(
+            Reason.BAD_WEIGHT, f"{update.samples:g} samples behind the update; it must be above 0 and at most {limit:g}"
+        )
+
+
+def _norm_is_bounded(update: Update, standing: Standing) -> None:
+    bound = standing.config.limits.max_norm
+    if bound is None or update.header.kind is Kind.INIT:
+        return
+    # row g of a partial is sum(w u): at most samples_g times the bound if each u keeps to it
+    scale = math.sqrt(sum(group.samples**2 for group in update.header.groups)) if update.header.groups else 1.0
+    norm = math.sqrt(update.squared_norm)
+    if not norm <= bound * scale:
+        raise Refused(Reason.NORM_BOUND, f"the norm is {norm:.6g}; limits.max_norm allows {bound * scale:.6g}")
+
+
+def _still_in_time(update: Update, standing: Standing) -> None:
+    for check in (_run_goes_on, _kind_is_taken, _not_stale):
+        check(update.header, standing)
+
+
+UpdateCheck = Callable[[Update, Standing], None]
+COMPLETE: tuple[UpdateCheck, ...] = (_has_weight, _norm_is_bounded, _still_in_time)
+
+
+def check_complete(update: Update, standing: Standing) -> None:
+    """All of ``COMPLETE``; raises ``Refused``."""
+    for check in COMPLETE:
+        check(update, standing)
+
+
+def check_durable(header: UpdateHeader, standing: Standing) -> None:
+    """What can have changed while an update was made durable: the run ended, or a merge began. Raises ``Refused``."""
+    _run_goes_on(header, standing)
+    _not_stale(header, standing)

@@ -1,0 +1,395 @@
+"""The aggregator: a state machine that gathers updates in windows and decides what each version is made of (design §4).
+
+It takes events and the time, and returns effects (events.py); it reads no clock and does no input or output, so that the
+same sequence of (event, now) gives the same effects under any driver. The nouns it is made of: ``Membership`` (who takes
+part), ``Intake`` (how an update gets in), ``Receipts`` (what became of it), ``Window`` and ``decide`` (when to merge),
+``plan`` (what each counts for).
+
+An accepted update counts in the open window. When that closes, a Decision is made of all it holds, and the next window opens
+at once; at most one merge is in flight. Published settles the updates that are in the version.
+
+After a restart (``Recovered``) a journaled decision is re-issued as it stands and the accepted updates are in the open
+window again. Members are asked to join by UNKNOWN_NODE. Those behind the accepted updates, and behind the versions that the
+journal still keeps, are expected meanwhile, under a fresh lease: the window does not close merely because nobody has come
+back yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from fleetddp.common import admission, codecs, events
+from fleetddp.common.config import FleetConfig
+from fleetddp.common.errors import Reason, Refused
+from fleetddp.common.events import Decision, Effect, Event, Reply, Say, Settle
+from fleetddp.common.intake import Intake
+from fleetddp.common.layout import Layout
+from fleetddp.common.membership import Membership
+from fleetddp.common.merge import plan
+from fleetddp.common.receipts import Receipts
+from fleetddp.common.recovered import Recovered
+from fleetddp.common.scores import Scores, weighted_means
+from fleetddp.common.update import NO_VERSION, Kind, Update, UpdateId
+from fleetddp.common.window import Action, Counts, Grace, Verdict, Window, decide, quorum_reached, resolve
+
+
+class Aggregator:
+    """See the module. ``version``, ``layout``, ``finished`` and ``closes_at`` may be read at any time."""
+
+    def __init__(self, config: FleetConfig, recovered: Recovered) -> None:
+        self.config = config
+        self.run = recovered.run
+        self.closes_at = 0.0  # when the window is expected to close; 0: unknown
+        self.policy = resolve(config.window, bool(config.members.sites))
+        self._recovered = recovered
+        self._standing = admission.Standing(config=config, layout=recovered.layout, finished=recovered.finished)
+        if recovered.version is not None:
+            self._standing.version = self._standing.head = recovered.version.number
+        self._members = Membership(config.members)
+        self._receipts = Receipts(recovered.high_water, recovered.merged)
+        self._intake = Intake(self.run, self._standing, self._members, self._receipts)
+        self._grace = Grace(self.policy)
+        self._scores = Scores()
+        self._window: Window | None = None
+        self._windows = 0  # opened by this process
+        self._merging: Decision | None = None
+        self._founding: Update | None = None
+        self._verdict: Verdict | None = None
+        self._last_quorum_at: float | None = None  # of the window before
+        self._look_at = math.inf  # when the verdict may change by time alone
+        self._ends_at = math.inf
+        self._woken_at = math.inf  # the wake-up that was asked for
+        self._counters: Counter[str] = Counter()
+        self._handlers: dict[type, Callable[[Any, float, list[Effect]], None]] = {
+            events.Join: self._join,
+            events.Heartbeat: self._heartbeat,
+            events.Leave: self._leave,
+            events.Offer: self._intake.offer,
+            events.Progressed: self._intake.progressed,
+            events.SliceStaged: self._intake.slice_staged,
+            events.SliceRejected: self._intake.slice_rejected,
+            events.Persisted: self._persisted,
+            events.PersistFailed: self._intake.persist_failed,
+            events.Published: self._published,
+            events.Tick: lambda event, now, out: None,
+        }
+
+    @property
+    def version(self) -> int:
+        """The newest published version, or ``NO_VERSION``."""
+        return self._standing.version
+
+    @property
+    def layout(self) -> Layout | None:
+        """The run's layout, once version 0 is published."""
+        return self._standing.layout
+
+    @property
+    def finished(self) -> str:
+        """Why the run is over; empty while it goes on."""
+        return self._standing.finished
+
+    # ---- driving ----------------------------------------------------------------------------------------------------------
+
+    def start(self, now: float) -> list[Effect]:
+        """Take up what was recovered. To be called once, before the first event."""
+        out: list[Effect] = []
+        recovered = self._recovered
+        if self.config.until.hours is not None:
+            self._ends_at = now + self.config.until.hours * 3600
+        merging: frozenset[UpdateId] = frozenset()
+        if recovered.decision is not None:
+            self._merging = recovered.decision
+            self._standing.head = recovered.decision.version
+            merging = frozenset(recovered.decision.ids)
+            out.append(events.Merge(decision=recovered.decision))
+        for update in recovered.accepted:
+            self._receipts.accept(update)
+        waiting = [update for update in recovered.accepted if update.update_id not in merging]
+        if self.finished:
+            self._expire(waiting, out)
+        elif self.version == NO_VERSION:
+            for init in waiting[:1]:
+                self._found(init, now, out)
+        else:
+            self._reopen(waiting, now, out)
+            self._check_end(out)
+        self._after(now, out)
+        return out
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """What follows from an event that happened at ``now``, seconds since the epoch, never less than before."""
+        out: list[Effect] = []
+        self._pass_time(now, out)
+        self._handlers[type(event)](event, now, out)
+        self._after(now, out)
+        return out
+
+    def _pass_time(self, now: float, out: list[Effect]) -> None:
+        """Leases that ended, transfers that stalled, the end of the run."""
+        if now >= self._members.next_lease:
+            for member in self._members.expire(now):
+                out.append(Say(what="lost", message="its lease ended", node=member.node))
+        if now >= self._intake.arrivals.next_due:
+            self._intake.pass_time(now, out)
+        if now >= self._ends_at and not self.finished:
+            self._end(f"{self.config.until.hours:g} hours have passed", out)
+
+    def _after(self, now: float, out: list[Effect]) -> None:
+        """Look at the window if anything it depends on has changed, and ask to be woken for what time will change."""
+        if self._members.changed or now >= self._look_at:
+            self._members.changed = False
+            self._look(now, out)
+        due = min(self._look_at, self._members.next_lease, self._intake.arrivals.next_due, self._ends_at)
+        if due < self._woken_at or self._woken_at <= now:
+            self._woken_at = due
+            if due < math.inf:
+                out.append(events.Wake(at=due))
+
+    # ---- the window -------------------------------------------------------------------------------------------------------
+
+    def _look(self, now: float, out: list[Effect]) -> None:
+        window = self._window
+        self._look_at, self.closes_at = math.inf, 0.0
+        if window is None:
+            return
+        counts = self._counts(window)
+        if window.quorum_at is None and quorum_reached(now, counts, self.policy):
+            window.quorum_at = now
+            window.grace_s = self._grace.seconds(now - window.opened_at)
+            counts = self._counts(window)
+        if self._merging is not None:
+            return
+        verdict = decide(now, counts, self.policy)
+        if self._verdict is None or verdict.why is not self._verdict.why:
+            out.append(Say(what="window", message=verdict.reason))
+        self._verdict = verdict
+        if verdict.action is Action.MERGE:
+            self._merge(window, verdict.reason, now, out)
+            return
+        if verdict.until is not None:
+            self._look_at = self.closes_at = verdict.until
+        if verdict.action is Action.EXTEND:
+            window.deadline_at = self._look_at
+
+    def _counts(self, window: Window) -> Counts:
+        return window.counts(self._members.expected, self._members.arrived, self._members.outstanding)
+
+    def _open(self, now: float) -> None:
+        """Arrivals from now on belong to a new window."""
+        self._members.open_window()
+        self._last_quorum_at = self._window.quorum_at if self._window else None
+        self._window = Window(opened_at=now, deadline_at=now + self.policy.deadline_s)
+        self._windows += 1
+
+    def _reopen(self, waiting: Iterable[Update], now: float, out: list[Effect]) -> None:
+        """The window that was open before a restart, with the updates that were accepted in it."""
+        recovered = self._recovered
+        if recovered.window_opened_at is None:
+            self._open(now)
+            out.append(events.Opened(at=now))
+            return
+        self._open(recovered.window_opened_at)
+        assert self._window is not None
+        self._window.settling_until = now + self.config.members.heartbeat_s
+        self._window.deadline_at = max(self._window.deadline_at, self._window.settling_until)
+        self._members.presume(recovered.accepted, recovered.merged, now)
+        for update in waiting:
+            try:
+                admission.check_durable(update.header, self._standing)
+            except Refused as refusal:  # made durable while the decision was: never acknowledged
+                self._receipts.withdraw(update)
+                self._intake.refuse(update.header, refusal, out, staged=True)
+            else:
+                self._count(update)
+        self._look_at = now
+
+    def _persisted(self, event: events.Persisted, now: float, out: list[Effect]) -> None:
+        update = self._intake.persisted(event, out)
+        if update is None:
+            return
+        if update.header.kind is Kind.INIT:
+            self._found(update, now, out)
+            return
+        self._learn(update, now)
+        self._count(update)
+        self._counters["accepted"] += 1
+        self._look_at = now
+
+    def _learn(self, update: Update, now: float) -> None:
+        """How long after a quorum does a member come in that was on its way then?"""
+        member = self._members.get(update.update_id.node)
+        assert member is not None  # its offer was admitted
+        assert self._window is not None
+        missed_the_last = update.header.base_version < self._standing.head and member.last_window < self._windows - 1
+        if missed_the_last and self._last_quorum_at is not None:
+            self._grace.observe(now - self._last_quorum_at)
+        elif self._window.quorum_at is not None and not member.arrived:
+            self._grace.observe(now - self._window.quorum_at)
+
+    def _count(self, update: Update) -> None:
+        """An accepted update is in the open window."""
+        assert self._window is not None  # there is a version, and the run goes on
+        self._window.add(update)
+        self._members.arrive(update, self._windows, self._standing.head - update.header.base_version)
+
+    def _found(self, init: Update, now: float, out: list[Effect]) -> None:
+        """Version 0 is made of the first weights that are durable."""
+        self._founding = init
+        self._standing.init_by = init.update_id.node
+        out.append(events.Found(update=init, at=now))
+
+    def _merge(self, window: Window, reason: str, now: float, out: list[Effect]) -> None:
+        """Decide the next version. The journal takes the decision's time as the next window's opening."""
+        updates = sorted(window.updates, key=lambda update: update.update_id)
+        version = self.version + 1
+        self._merging = Decision(
+            version=version,
+            at=now,
+            terms=plan(updates, version, self.config.merge),
+            ids=tuple(update.update_id for update in updates),
+            leaf_ids=tuple(sorted(i for update in updates for i in update.header.leaf_ids)),
+            reason=reason,
+            metrics=weighted_means(updates),
+        )
+        self._standing.head = version
+        out.append(events.Merge(decision=self._merging))
+        self._open(now)
+
+    def _published(self, event: events.Published, now: float, out: list[Effect]) -> None:
+        number = event.version.number
+        if number <= self.version:  # a driver's repeat
+            return
+        assert number == self.version + 1, f"version {number} published after {self.version}"
+        if self._merging is not None:
+            settled = self._merging.ids
+            self._merging = None
+            self._counters["merged"] += len(settled)
+        else:
+            assert self._founding is not None, "version 0 published without first weights"
+            settled = (self._founding.update_id,)
+            self._standing.layout = Layout.from_json(self._founding.header.layout_spec)
+            self._founding = None
+        self._standing.version = self._standing.head = number
+        receipts = [receipt for update_id in settled for receipt in self._receipts.merge(update_id, number)]
+        out.append(Settle(receipts=tuple(receipts)))
+        if number == 0 and not self.finished:
+            self._open(now)
+            out.append(events.Opened(at=now))
+        out.append(events.Announce(version=number, finished=self.finished))
+        self._look_at = now
+        self._check_end(out)
+
+    # ---- the end ----------------------------------------------------------------------------------------------------------
+
+    def _check_end(self, out: list[Effect]) -> None:
+        until = self.config.until
+        if until.versions is not None and self.version >= until.versions and not self.finished:
+            self._end(f"version {self.version} is published", out)
+
+    def _end(self, reason: str, out: list[Effect]) -> None:
+        """The run is over: what is accepted and in no version expires, what is arriving is refused."""
+        self._standing.finished = reason
+        out.append(events.Ended(reason=reason))
+        out.append(Say(what="finished", message=reason))
+        if self._window is not None:
+            self._expire(self._window.updates, out)
+            self._window = None
+        self._intake.close(out)
+        self._ends_at = self._look_at = math.inf
+        self.closes_at = 0.0
+        out.append(events.Announce(version=self.version, finished=reason))
+
+    def _expire(self, updates: Iterable[Update], out: list[Effect]) -> None:
+        for update in updates:
+            receipts = self._receipts.expire(update.update_id, Reason.FINISHED, f"the run has ended: {self.finished}")
+            self._counters["expired"] += 1
+            out.append(Settle(receipts=receipts))
+
+    # ---- members ----------------------------------------------------------------------------------------------------------
+
+    def _join(self, event: events.Join, now: float, out: list[Effect]) -> None:
+        try:
+            if event.run not in ("", self.run):
+                raise Refused(Reason.WRONG_RUN, f"this is run {self.run}, not {event.run}")
+            if self.layout is not None and event.layout not in ("", self.layout.fingerprint):
+                raise Refused(Reason.WRONG_LAYOUT, f"layout {event.layout[:12]}; this run's is {self.layout.fingerprint[:12]}")
+            before = self._members.get(event.node)
+            new = before is None or not before.live or before.presumed or before.incarnation != event.incarnation
+            self._members.join(event, now)
+        except Refused as refusal:
+            self._intake.reply_no(event.node, refusal, out)
+            return
+        self._intake.supersede(event.node, event.incarnation, out)
+        if new:
+            live = sum(self._members.live_by_tier.values())
+            out.append(Say(what="joined", message=f"joined as {event.tier.value}; {live} members", node=event.node))
+        joined = events.Joined(
+            run=self.run,
+            version=self.version,
+            layout=self.layout.fingerprint if self.layout is not None else "",
+            wants_init=self._standing.wants_init(event.tier),
+            heartbeat_s=self.config.members.heartbeat_s,
+            lease_s=self.config.members.lease_s,
+            gradient_lr=self.config.merge.gradient_lr,
+            codecs=codecs.NAMES,
+            receipts=self._intake.receipts(event.open),
+            finished=self.finished,
+        )
+        out.append(Reply(value=joined))
+
+    def _heartbeat(self, event: events.Heartbeat, now: float, out: list[Effect]) -> None:
+        try:
+            member = self._members.hear(event, now)
+        except Refused as refusal:
+            self._intake.reply_no(event.node, refusal, out)
+            return
+        if event.metrics:
+            if 0 <= event.metrics_version <= self.version:
+                self._scores.add(event.metrics_version, event.metrics)
+                reached = self._scores.reached(event.metrics_version, self.config.until)
+                if reached and not self.finished:
+                    self._end(reached, out)
+            elif event.metrics_version == NO_VERSION:
+                member.metrics = dict(event.metrics)
+        receipts = self._intake.receipts(event.open)
+        heard = events.Heard(version=self.version, closes_at=self.closes_at, receipts=receipts, finished=self.finished)
+        out.append(Reply(value=heard))
+
+    def _leave(self, event: events.Leave, now: float, out: list[Effect]) -> None:
+        if self._members.leave(event.node, event.incarnation):
+            out.append(Say(what="left", message="left", node=event.node))
+        out.append(Reply(value=events.Left()))
+
+    # ---- what people see --------------------------------------------------------------------------------------------------
+
+    def status(self, now: float) -> dict[str, Any]:
+        """How the run stands, as JSON-able values; the schema is in WIRE.md."""
+        return {
+            "at": now,
+            "run": self.run,
+            "version": self.version,
+            "layout": self.layout.fingerprint if self.layout is not None else "",
+            "finished": self.finished,
+            "window": self._window_status(),
+            "members": [member.status() for member in sorted(self._members, key=lambda m: m.node)],
+            "scores": {str(version): dict(metrics) for version, metrics in self._scores.by_version.items()},
+            "counters": {
+                **{word: self._counters[word] for word in ("accepted", "merged", "expired")},
+                "duplicates": self._intake.duplicates,
+                "refused": {reason.value: n for reason, n in sorted(self._intake.refused.items())},
+            },
+        }
+
+    def _window_status(self) -> dict[str, Any]:
+        if self._window is None:
+            return {"reason": "" if not self.finished else f"the run has ended: {self.finished}"}
+        counts = self._counts(self._window)
+        if self._merging is not None:
+            reason = f"making version {self._merging.version}; {counts.arrived} updates for the next one so far"
+        else:
+            reason = self._verdict.reason if self._verdict is not None else ""
+        return {"reason": reason, "closes_at": self.closes_at, **counts.status(), "live": self._members.live()}

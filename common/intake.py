@@ -1,0 +1,316 @@
+"""The way in of an update: offered, staged, made durable, accepted, or refused on the way. One half of the aggregator.
+
+    Offer -> Proceed          the header and each slice pass ``admission``
+    SliceStaged -> Persist    all streams have arrived, and the whole passes
+    Persisted -> accepted     it is still in time
+
+A refusal is remembered and counted, and touches nothing else. What a *retry* can mend (the transfer stalled, the disk was
+full) settles the update as UNKNOWN with that reason: its sender pushes it again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from fleetddp.common import admission
+from fleetddp.common.arrivals import Arrivals, Arriving
+from fleetddp.common.codecs import get
+from fleetddp.common.errors import Reason, Refused
+from fleetddp.common.events import (
+    Discard,
+    Effect,
+    Offer,
+    Persist,
+    Persisted,
+    PersistFailed,
+    Proceed,
+    Progressed,
+    Reply,
+    Say,
+    Settle,
+    SliceRejected,
+    SliceStaged,
+)
+from fleetddp.common.layout import Layout
+from fleetddp.common.membership import Membership
+from fleetddp.common.payload import Geometry
+from fleetddp.common.receipts import Receipts
+from fleetddp.common.update import Kind, Receipt, State, Update, UpdateHeader, UpdateId
+
+# About the call or its caller, not about the update, which they leave as it stands.
+_OF_THE_CALL = frozenset({Reason.WRONG_RUN, Reason.SUPERSEDED, Reason.WRONG_IDENTITY, Reason.ID_REUSED, Reason.FINISHED})
+# Of a member in good health: the window goes on expecting it.
+_BLAMELESS = _OF_THE_CALL | {Reason.STALE, Reason.OVERLAP, Reason.INIT_TAKEN}
+
+
+class Intake:
+    """Takes updates in on behalf of an aggregator, with which it shares the standing, the members and the receipts."""
+
+    def __init__(self, run: str, standing: admission.Standing, members: Membership, receipts: Receipts) -> None:
+        self.refused: Counter[Reason] = Counter()
+        self.duplicates = 0
+        self.arrivals = Arrivals(standing.config.members.stall_s)
+        self._run = run
+        self._standing = standing
+        self._members = members
+        self._receipts = receipts
+        self._claimed: dict[UpdateId, UpdateId] = {}  # leaf id -> the update that holds it and is being made durable
+        self._geometries: dict[tuple[str, int, bool], Geometry] = {}
+
+    # ---- offers -----------------------------------------------------------------------------------------------------------
+
+    def offer(self, event: Offer, now: float, out: list[Effect]) -> None:
+        """A stream was opened."""
+        header = event.header
+        try:
+            out.append(Reply(value=self._admit(event, now)))
+        except Refused as refusal:
+            if refusal.retry or refusal.reason in _OF_THE_CALL:
+                self.reply_no(header.update_id.node, refusal, out)
+            else:
+                self.refuse(header, refusal, out)
+                out.append(Reply(value=refusal))
+
+    def _admit(self, event: Offer, now: float) -> Proceed | Receipt:
+        header, part = event.header, event.slice
+        update_id = header.update_id
+        if event.run not in ("", self._run):
+            raise Refused(Reason.WRONG_RUN, f"this is run {self._run}, not {event.run}")
+        member = self._members.known(update_id.node)
+        if update_id.incarnation > member.incarnation:
+            raise Refused(Reason.UNKNOWN_NODE, f"incarnation {update_id.incarnation} of {update_id.node} has not joined")
+        member.seen_at = now
+        known = self._known(event)
+        if known is not None:
+            self.duplicates += 1
+            return known
+        arriving = self.arrivals.get(update_id)
+        if arriving is not None:
+            if arriving.header != header:
+                raise Refused(Reason.ID_REUSED, f"{update_id} is arriving already, with another header")
+            admission.check_slice(part, arriving.geometry, self._standing)
+            arriving.offer(part)
+            return Proceed()
+        admission.check_header(header, self._standing)
+        overlap = self._overlap(header)
+        if overlap:
+            return self._refuse_overlap(header, overlap)
+        arriving = Arriving(header=header, geometry=self._geometry(header), progressed_at=now)
+        admission.check_slice(part, arriving.geometry, self._standing)
+        arriving.offer(part)
+        self.arrivals.add(arriving)
+        return Proceed()
+
+    def _known(self, event: Offer) -> Receipt | None:
+        """The answer to a repeat: of an update accepted, settled, or whole and being made durable."""
+        update_id = event.header.update_id
+        receipt = self._receipts.find(update_id)
+        update = self._receipts.accepted(update_id)
+        if receipt is None and update_id in self._claimed:
+            receipt = Receipt(update_id=update_id, state=State.STAGED)
+            holder = self.arrivals.get(self._claimed[update_id])
+            update = holder.update if holder is not None else None
+        # an update that came in a region's partial has no slices of its own to compare
+        if update is not None and update.update_id == update_id and event.slice not in update.slices:
+            raise Refused(Reason.ID_REUSED, f"{update_id} was accepted already, with other bytes, samples or intervals")
+        return None if receipt is None else replace(receipt, duplicate=True)
+
+    def _overlap(self, header: UpdateHeader) -> tuple[UpdateId, ...]:
+        """Of a partial: the updates in it that are accepted, merged, or in something that is being made durable."""
+        if header.kind is not Kind.PARTIAL:
+            return ()
+        ids = header.leaf_ids
+        return tuple(sorted({*self._receipts.taken(ids), *(i for i in ids if i in self._claimed)}))
+
+    def _refuse_overlap(self, header: UpdateHeader, overlap: tuple[UpdateId, ...]) -> Receipt:
+        message = f"{len(overlap)} of its updates are here already, {overlap[0]} for one"
+        receipt = Receipt(
+            update_id=header.update_id, state=State.REFUSED, reason=Reason.OVERLAP.value, message=message, overlap=overlap
+        )
+        self._receipts.refuse(receipt)
+        self.refused[Reason.OVERLAP] += 1
+        return receipt
+
+    def _geometry(self, header: UpdateHeader) -> Geometry:
+        buffers = header.kind is not Kind.GRADIENT
+        if header.kind is Kind.INIT:
+            return Geometry(Layout.from_json(header.layout_spec), get(header.codec))
+        key = (header.codec, header.rows, buffers)
+        geometry = self._geometries.get(key)
+        if geometry is None:
+            layout = self._standing.layout
+            assert layout is not None  # admission: the base version exists
+            geometry = Geometry(layout, get(header.codec), rows=header.rows, buffers=buffers)
+            if header.rows == 1:
+                self._geometries[key] = geometry
+        return geometry
+
+    # ---- streams ----------------------------------------------------------------------------------------------------------
+
+    def progressed(self, event: Progressed, now: float, out: list[Effect]) -> None:
+        """Bytes arrived."""
+        self._members.touch(event.update_id.node, now)
+        arriving = self.arrivals.get(event.update_id)
+        if arriving is not None:
+            arriving.progressed_at = now
+            self._unstall(arriving)
+
+    def slice_staged(self, event: SliceStaged, now: float, out: list[Effect]) -> None:
+        """A stream arrived whole."""
+        self.progressed(Progressed(update_id=event.update_id), now, out)
+        arriving = self.arrivals.get(event.update_id)
+        if arriving is None:  # settled or dropped meanwhile; whoever sent it waits for an answer
+            out.append(Settle(receipts=(self.receipt(event.update_id),)))
+        elif arriving.update is None and arriving.stage(event.slice, event.squared_norm):
+            self._complete(arriving, now, out)
+
+    def slice_rejected(self, event: SliceRejected, now: float, out: list[Effect]) -> None:
+        """A stream broke a rule. What a retry can mend leaves the update arriving."""
+        arriving = self.arrivals.get(event.update_id)
+        if arriving is None or arriving.update is not None or event.refusal.retry or event.refusal.reason in _OF_THE_CALL:
+            self.say_no(event.update_id.node, event.refusal, out)
+        else:
+            self.refuse(arriving.header, event.refusal, out)
+
+    def _complete(self, arriving: Arriving, now: float, out: list[Effect]) -> None:
+        header, update = arriving.header, arriving.complete()
+        known = self._receipts.find(header.update_id)
+        if known is not None or header.update_id in self._claimed:  # it came in a region's partial meanwhile
+            self.arrivals.remove(header.update_id)
+            out.append(Discard(update_id=header.update_id))
+            out.append(Settle(receipts=(replace(self.receipt(header.update_id), duplicate=True),)))
+            return
+        overlap = self._overlap(header)
+        if overlap:
+            self.arrivals.remove(header.update_id)
+            out.append(Discard(update_id=header.update_id))
+            out.append(Settle(receipts=(self._refuse_overlap(header, overlap),)))
+            return
+        try:
+            admission.check_complete(update, self._standing)
+        except Refused as refusal:
+            self.refuse(header, refusal, out)
+            return
+        arriving.update = update
+        for update_id in (header.update_id, *header.leaf_ids):
+            self._claimed[update_id] = header.update_id
+        if header.kind is Kind.INIT:
+            self._standing.init_by = header.update_id.node
+        out.append(Persist(update=update, at=now))
+
+    # ---- the disk's answer ------------------------------------------------------------------------------------------------
+
+    def persisted(self, event: Persisted, out: list[Effect]) -> Update | None:
+        """It is durable; returns it if it is accepted now."""
+        update = event.update
+        if not self._unclaim(update):
+            return None
+        try:
+            admission.check_durable(update.header, self._standing)
+        except Refused as refusal:
+            self.refuse(update.header, refusal, out, staged=True)
+            return None
+        out.append(Settle(receipts=self._receipts.accept(update)))
+        return update
+
+    def persist_failed(self, event: PersistFailed, now: float, out: list[Effect]) -> None:
+        """The disk refused: the sender pushes it again."""
+        update = event.update
+        if not self._unclaim(update):
+            return
+        if update.header.kind is Kind.INIT:
+            self._standing.init_by = ""
+        self._undo(update.header, Refused(Reason.STORAGE, event.message), out)
+
+    def _unclaim(self, update: Update) -> bool:
+        arriving = self.arrivals.get(update.update_id)
+        if arriving is None or arriving.update is None:
+            return False
+        self.arrivals.remove(update.update_id)
+        for update_id in (update.update_id, *update.header.leaf_ids):
+            self._claimed.pop(update_id, None)
+        return True
+
+    # ---- time and end -----------------------------------------------------------------------------------------------------
+
+    def pass_time(self, now: float, out: list[Effect]) -> None:
+        """Transfers that stand still are no longer on their way; after a while they are dropped."""
+        for arriving, drop in self.arrivals.stalled(now):
+            if not arriving.stalled:
+                arriving.stalled = True
+                self._members.stall(arriving.header.update_id.node, +1)
+            if drop:
+                idle = now - arriving.progressed_at
+                self._drop(arriving, Refused(Reason.STALLED, f"no byte of it came for {idle:.0f} s"), out)
+
+    def supersede(self, node: str, incarnation: int, out: list[Effect]) -> None:
+        """A newer process of a node has joined: forget what older ones had not finished sending."""
+        for arriving in self.arrivals.older(node, incarnation):
+            self._drop(arriving, Refused(Reason.SUPERSEDED, f"incarnation {incarnation} of {node} has joined"), out)
+
+    def close(self, out: list[Effect]) -> None:
+        """The run has ended: refuse what is arriving. What is being made durable is refused when it is."""
+        refusal = Refused(Reason.FINISHED, f"the run has ended: {self._standing.finished}")
+        for arriving in [a for a in self.arrivals if a.update is None]:
+            self.refuse(arriving.header, refusal, out)
+
+    def _drop(self, arriving: Arriving, refusal: Refused, out: list[Effect]) -> None:
+        self._unstall(arriving)
+        self.arrivals.remove(arriving.header.update_id)
+        self._undo(arriving.header, refusal, out)
+
+    def _unstall(self, arriving: Arriving) -> None:
+        if arriving.stalled:
+            arriving.stalled = False
+            self._members.stall(arriving.header.update_id.node, -1)
+
+    # ---- answers ----------------------------------------------------------------------------------------------------------
+
+    def receipt(self, update_id: UpdateId) -> Receipt:
+        """How an update stands."""
+        known = self._receipts.find(update_id)
+        if known is not None:
+            return known
+        arriving = self.arrivals.get(update_id) is not None or update_id in self._claimed
+        return Receipt(update_id=update_id, state=State.STAGED if arriving else State.UNKNOWN)
+
+    def receipts(self, ids: Iterable[UpdateId]) -> tuple[Receipt, ...]:
+        """How each of these stands."""
+        return tuple(self.receipt(update_id) for update_id in ids)
+
+    def say_no(self, node: str, refusal: Refused, out: list[Effect]) -> None:
+        """Count and tell a refusal."""
+        self.refused[refusal.reason] += 1
+        out.append(Say(what="refused", message=str(refusal), node=node, reason=refusal.reason))
+
+    def reply_no(self, node: str, refusal: Refused, out: list[Effect]) -> None:
+        """Refuse a call."""
+        self.say_no(node, refusal, out)
+        out.append(Reply(value=refusal))
+
+    def refuse(self, header: UpdateHeader, refusal: Refused, out: list[Effect], *, staged: bool = False) -> None:
+        """Settle an update as refused. ``staged``: bytes of it are stored though it is no longer arriving."""
+        update_id = header.update_id
+        self.say_no(update_id.node, refusal, out)
+        receipt = Receipt(update_id=update_id, state=State.REFUSED, reason=refusal.reason.value, message=refusal.message)
+        self._receipts.refuse(receipt)
+        member = self._members.get(update_id.node)
+        if member is not None:
+            member.refused += 1
+            if refusal.reason not in _BLAMELESS:
+                self._members.spoil(member)
+        arriving = self.arrivals.remove(update_id)
+        if arriving is not None:
+            self._unstall(arriving)
+        if arriving is not None or staged:
+            out.append(Discard(update_id=update_id))
+            out.append(Settle(receipts=(receipt,)))
+
+    def _undo(self, header: UpdateHeader, refusal: Refused, out: list[Effect]) -> None:
+        """Forget an update as if it had never been offered; those who wait for it hear why."""
+        self.say_no(header.update_id.node, refusal, out)
+        receipt = Receipt(update_id=header.update_id, state=State.UNKNOWN, reason=refusal.reason.value, message=refusal.message)
+        out.append(Discard(update_id=header.update_id))
+        out.append(Settle(receipts=(receipt,)))

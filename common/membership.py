@@ -1,0 +1,255 @@
+"""Who takes part: leases, incarnations, and running counts of whom the window still waits for.
+
+A member is *live* from its Join until it leaves or its lease ends. Its record outlives that: an older process of the same
+node must go on being told that it was replaced. Counts change with the member that changes; nothing here walks over all
+members.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fleetddp.common.config import MembersConfig
+from fleetddp.common.errors import Reason, Refused
+from fleetddp.common.events import Heartbeat, Join
+from fleetddp.common.update import NO_VERSION, Tier, Update, UpdateId
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """What the aggregator knows of one member."""
+
+    node: str
+    tier: Tier
+    incarnation: int
+    leaves: int = 1
+    seen_at: float = -math.inf
+    live: bool = False
+    queued: bool = False  # has its entry among the leases
+    presumed: bool = False  # known from the journal only: counted, but not answered before it joins again
+    base_version: int = NO_VERSION
+    metrics: dict[str, float] = field(default_factory=dict)
+    accepted: int = 0  # updates, since this process started
+    refused: int = 0
+    payload_bytes: int = 0
+    staleness: int = 0  # of its newest accepted update
+    last_window: int = -1  # the window its newest update arrived in
+    # in the window that is open
+    arrived: set[str] = field(default_factory=set)  # leaf nodes whose updates came through this member
+    spoiled: bool = False  # its update was bad
+    stalled: int = 0  # transfers of it that make no progress
+
+    def status(self) -> dict[str, Any]:
+        """What people see of it, as JSON-able values."""
+        return {
+            "node": self.node,
+            "tier": self.tier.value,
+            "live": self.live,
+            "last_seen_s": self.seen_at,
+            "base_version": self.base_version,
+            "updates": self.accepted,
+            "refused": self.refused,
+            "bytes": self.payload_bytes,
+            "leaves": self.leaves,
+            "staleness": self.staleness,
+            "arrived": bool(self.arrived),
+            "stalled": self.stalled > 0,
+            "metrics": self.metrics,
+        }
+
+    def weights(self) -> tuple[int, int, int]:
+        """What it adds to (expected, arrived_members, outstanding); see window.py."""
+        inside = len(self.arrived)
+        if not self.live or (self.spoiled and not inside):
+            return inside, inside, 0
+        outstanding = 0 if inside or self.stalled else self.leaves
+        return max(self.leaves, inside), inside, outstanding
+
+
+class Membership:
+    """All members by node name."""
+
+    def __init__(self, config: MembersConfig) -> None:
+        self._config = config
+        self._members: dict[str, Member] = {}
+        self._leases: list[tuple[float, str]] = []  # one entry a live member; may be earlier than its lease
+        self._touched: list[Member] = []  # those with anything to reset when the next window opens
+        self.expected = 0
+        self.arrived = 0
+        self.outstanding = 0
+        self.live_by_tier: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self.changed = False  # have the counts changed since somebody set this to False?
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def get(self, node: str) -> Member | None:
+        """The record of a node, live or not."""
+        return self._members.get(node)
+
+    @property
+    def next_lease(self) -> float:
+        """A time before which no lease ends."""
+        return self._leases[0][0] if self._leases else math.inf
+
+    def join(self, event: Join, now: float) -> Member:
+        """Enter or come back; ``Refused(SUPERSEDED)`` for a process older than the newest that joined."""
+        member = self._members.get(event.node)
+        if member is None:
+            member = self._members[event.node] = Member(event.node, event.tier, event.incarnation)
+        elif event.incarnation < member.incarnation:
+            raise _superseded(event.node, event.incarnation, member.incarnation)
+        before = self._take_out(member)
+        member.tier, member.incarnation, member.leaves = event.tier, event.incarnation, event.leaves
+        member.presumed = False
+        self._revive(member, now)
+        self._put_back(member, before)
+        return member
+
+    def presume(self, accepted: Iterable[Update], merged: Iterable[UpdateId], now: float) -> None:
+        """Expect the members that the journal knows, for one lease. They must join before they are answered."""
+        for update in accepted:
+            header = update.header
+            self._presume(header.update_id.node, header.tier, len({leaf.node for leaf in header.leaf_ids}), now)
+        for update_id in merged:
+            self._presume(update_id.node, Tier.SITE if update_id.node in self._config.sites else Tier.EDGE, 1, now)
+
+    def _presume(self, node: str, tier: Tier, leaves: int, now: float) -> None:
+        if node not in self._members:
+            member = self._members[node] = Member(node, tier, 0, leaves=leaves, presumed=True)
+            before = self._take_out(member)
+            self._revive(member, now)
+            self._put_back(member, before)
+
+    def hear(self, event: Heartbeat, now: float) -> Member:
+        """A heartbeat: extends the lease. ``Refused``: UNKNOWN_NODE (join first) or SUPERSEDED."""
+        member = self.known(event.node)
+        if event.incarnation < member.incarnation:
+            raise _superseded(event.node, event.incarnation, member.incarnation)
+        if event.incarnation > member.incarnation:
+            raise Refused(Reason.UNKNOWN_NODE, f"incarnation {event.incarnation} of {event.node} has not joined")
+        member.seen_at = now
+        member.base_version = event.base_version
+        if event.leaves != member.leaves:
+            before = self._take_out(member)
+            member.leaves = event.leaves
+            self._put_back(member, before)
+        return member
+
+    def known(self, node: str) -> Member:
+        """The member of this name; ``Refused(UNKNOWN_NODE)`` if it has not joined or its lease has ended."""
+        member = self._members.get(node)
+        if member is None or not member.live or member.presumed:
+            raise Refused(Reason.UNKNOWN_NODE, f"{node} has not joined, or its lease of {self._config.lease_s:g} s ended")
+        return member
+
+    def touch(self, node: str, now: float) -> None:
+        """A sign of life other than a heartbeat."""
+        member = self._members.get(node)
+        if member is not None:
+            member.seen_at = now
+
+    def leave(self, node: str, incarnation: int) -> bool:
+        """Go for good; False if this process is not the one that is live."""
+        member = self._members.get(node)
+        if member is None or not member.live or incarnation < member.incarnation:
+            return False
+        self._end(member)
+        return True
+
+    def expire(self, now: float) -> list[Member]:
+        """End the leases that ran out by ``now``; returns their members."""
+        lost = []
+        while self._leases and self._leases[0][0] <= now:
+            _, node = heapq.heappop(self._leases)
+            member = self._members[node]
+            member.queued = False
+            if member.live and self._lease_end(member) > now:
+                self._enqueue(member)
+            elif member.live:
+                self._end(member)
+                lost.append(member)
+        return lost
+
+    def arrive(self, update: Update, window: int, staleness: int) -> None:
+        """Count an accepted update for the member that sent it."""
+        member = self._members[update.update_id.node]
+        member.accepted += 1
+        member.payload_bytes += update.payload_bytes
+        member.staleness = staleness
+        before = self._take_out(member)
+        member.arrived.update(leaf.node for leaf in update.header.leaf_ids)
+        member.last_window = window
+        self._put_back(member, before)
+        self._touched.append(member)
+
+    def spoil(self, member: Member) -> None:
+        """Its update was bad: the open window does not wait for another."""
+        if not member.spoiled:
+            before = self._take_out(member)
+            member.spoiled = True
+            self._put_back(member, before)
+            self._touched.append(member)
+
+    def stall(self, node: str, change: int) -> None:
+        """One more (+1) or one less (-1) of its transfers stands still."""
+        member = self._members.get(node)
+        if member is not None:
+            before = self._take_out(member)
+            member.stalled += change
+            self._put_back(member, before)
+
+    def open_window(self) -> None:
+        """Nobody has arrived in the window that opens now."""
+        for member in self._touched:
+            before = self._take_out(member)
+            member.arrived.clear()
+            member.spoiled = False
+            self._put_back(member, before)
+        self._touched.clear()
+
+    def _revive(self, member: Member, now: float) -> None:
+        member.live = True
+        member.seen_at = now
+        self._enqueue(member)
+
+    def _enqueue(self, member: Member) -> None:
+        if not member.queued:
+            member.queued = True
+            heapq.heappush(self._leases, (self._lease_end(member), member.node))
+
+    def _lease_end(self, member: Member) -> float:
+        return member.seen_at + self._config.lease_s
+
+    def live(self) -> dict[str, int]:
+        """How many members of each tier are live."""
+        return {tier.value: n for tier, n in self.live_by_tier.items()}
+
+    def _end(self, member: Member) -> None:
+        before = self._take_out(member)
+        member.live = False
+        self._put_back(member, before)
+
+    def _take_out(self, member: Member) -> tuple[tuple[int, int, int], Tier | None]:
+        """What the member counts for now; to be handed to ``_put_back`` after the change."""
+        return member.weights(), member.tier if member.live else None
+
+    def _put_back(self, member: Member, before: tuple[tuple[int, int, int], Tier | None]) -> None:
+        old, old_tier = before
+        new = member.weights()
+        self.changed = self.changed or new != old
+        self.expected += new[0] - old[0]
+        self.arrived += new[1] - old[1]
+        self.outstanding += new[2] - old[2]
+        if old_tier is not None:
+            self.live_by_tier[old_tier] -= 1
+        if member.live:
+            self.live_by_tier[member.tier] += 1
+
+
+def _superseded(node: str, incarnation: int, newest: int) -> Refused:
+    return Refused(Reason.SUPERSEDED, f"incarnation {incarnation} of {node} was replaced by {newest}")

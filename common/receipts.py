@@ -1,0 +1,110 @@
+"""What became of each update: enough to answer a repeat, in bounded memory.
+
+Accepted updates are remembered until they are settled. Of the settled ones the newest are remembered by id; of the older
+ones a high-water mark for each (node, incarnation) is kept, the largest sequence accepted or merged: a member offers its
+updates in sequence order, so that anything at or below the mark has been settled. A partial stands for its leaf updates: a
+leaf id in it counts as accepted or merged with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from fleetddp.common.errors import Reason
+from fleetddp.common.update import NO_VERSION, Receipt, State, Update, UpdateId
+
+REMEMBERED = 65_536  # settled ids
+INCARNATIONS = 64  # marks kept for one node; what older processes sent is taken as settled
+
+
+class Receipts:
+    """The state of every update this aggregator has answered for."""
+
+    def __init__(
+        self, high_water: Mapping[tuple[str, int], int], merged: Mapping[UpdateId, int], remembered: int = REMEMBERED
+    ) -> None:
+        self._remembered = remembered
+        self._accepted: dict[UpdateId, Update] = {}  # by own id and by each leaf id
+        self._settled: dict[UpdateId, Receipt] = {}  # oldest first
+        self._marks: dict[str, dict[int, int]] = {}  # node -> incarnation -> sequence
+        self._oldest: dict[str, int] = {}  # node -> incarnations below it have lost their mark
+        for (node, incarnation), sequence in sorted(high_water.items()):
+            self._raise_mark(UpdateId(node, incarnation, sequence))
+        for update_id, version in sorted(merged.items(), key=lambda item: (item[1], item[0])):
+            self._settle(Receipt(update_id=update_id, state=State.MERGED, version=version))
+            self._raise_mark(update_id)
+
+    def accept(self, update: Update) -> tuple[Receipt, ...]:
+        """Note a durable update; receipts of it and of each leaf update in it."""
+        ids = _all_ids(update)
+        for update_id in ids:
+            self._accepted[update_id] = update
+            self._raise_mark(update_id)
+        return tuple(Receipt(update_id=update_id, state=State.ACCEPTED) for update_id in ids)
+
+    def merge(self, update_id: UpdateId, version: int) -> tuple[Receipt, ...]:
+        """Settle an accepted update, and the leaf updates in it, as merged into ``version``."""
+        return self._close(update_id, State.MERGED, version, "", "")
+
+    def expire(self, update_id: UpdateId, reason: Reason, message: str) -> tuple[Receipt, ...]:
+        """Settle an accepted update, and the leaf updates in it, that no version will ever hold."""
+        return self._close(update_id, State.EXPIRED, NO_VERSION, reason.value, message)
+
+    def withdraw(self, update: Update) -> None:
+        """It was taken for accepted, but was never acknowledged."""
+        for update_id in _all_ids(update):
+            del self._accepted[update_id]
+
+    def refuse(self, receipt: Receipt) -> None:
+        """Remember a refusal, so that a repeat gets the same answer."""
+        self._settle(receipt)
+
+    def accepted(self, update_id: UpdateId) -> Update | None:
+        """The accepted, unsettled update that is, or holds, this id."""
+        return self._accepted.get(update_id)
+
+    def find(self, update_id: UpdateId) -> Receipt | None:
+        """The receipt of an update accepted or settled here; None if it was never heard of."""
+        if update_id in self._accepted:
+            return Receipt(update_id=update_id, state=State.ACCEPTED)
+        receipt = self._settled.get(update_id)
+        if receipt is None and self._below_mark(update_id):
+            return Receipt(update_id=update_id, state=State.MERGED, message="settled; the version is no longer remembered")
+        return receipt
+
+    def taken(self, ids: Iterable[UpdateId]) -> tuple[UpdateId, ...]:
+        """Those of ``ids`` that were accepted or merged already: a sum that holds them must not be merged."""
+        return tuple(i for i in ids if (r := self.find(i)) is not None and r.state in (State.ACCEPTED, State.MERGED))
+
+    def _close(self, update_id: UpdateId, state: State, version: int, reason: str, message: str) -> tuple[Receipt, ...]:
+        receipts = []
+        for held in _all_ids(self._accepted[update_id]):
+            del self._accepted[held]
+            receipts.append(Receipt(update_id=held, state=state, version=version, reason=reason, message=message))
+            self._settle(receipts[-1])
+        return tuple(receipts)
+
+    def _settle(self, receipt: Receipt) -> None:
+        self._settled.pop(receipt.update_id, None)
+        self._settled[receipt.update_id] = receipt
+        if len(self._settled) > self._remembered:
+            del self._settled[next(iter(self._settled))]
+
+    def _raise_mark(self, update_id: UpdateId) -> None:
+        marks = self._marks.setdefault(update_id.node, {})
+        marks[update_id.incarnation] = max(update_id.sequence, marks.get(update_id.incarnation, -1))
+        if len(marks) > INCARNATIONS:
+            oldest = min(marks)
+            del marks[oldest]
+            self._oldest[update_id.node] = max(oldest + 1, self._oldest.get(update_id.node, 0))
+
+    def _below_mark(self, update_id: UpdateId) -> bool:
+        if update_id.incarnation < self._oldest.get(update_id.node, 0):
+            return True
+        return update_id.sequence <= self._marks.get(update_id.node, {}).get(update_id.incarnation, -1)
+
+
+def _all_ids(update: Update) -> tuple[UpdateId, ...]:
+    """Its own id, then those of the leaf updates in it if it is a partial."""
+    leaf_ids = update.header.leaf_ids
+    return leaf_ids if leaf_ids == (update.update_id,) else (update.update_id, *leaf_ids)
