@@ -130,18 +130,11 @@ class MergeConfig(Section):
     tiers: dict[Tier, StalenessConfig] = {}  # overrides ``staleness`` for a tier
     gradient_lr: PositiveFloat = 0.01  # a `gradient` joins as the delta of one local step of this size
 
-    @model_validator(mode="after")
-    def _share_names_the_leaf_tiers(self) -> MergeConfig:
-        if self.share != "samples" and set(self.share) != {Tier.SITE, Tier.EDGE}:
-            named = ", ".join(sorted(tier.value for tier in self.share)) or "none"
-            raise ValueError(f"share must name both leaf tiers, site and edge (one that is absent gives its share to the other), not {named}")
-        return self
-
     @field_validator("share")
     @classmethod
     def _both_leaf_tiers(cls, value: object) -> object:
         if isinstance(value, dict) and set(value) != {Tier.SITE, Tier.EDGE}:
-            raise ValueError("shares are {site: ..., edge: ...}: both tiers and no other (a region's updates count as its members')")
+            raise ValueError("shares are {site: ..., edge: ...}: both tiers and no other (a region's updates are its members')")
         return value
 
     @field_validator("tiers")

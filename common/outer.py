@@ -1,9 +1,9 @@
 """The outer step: the merged outer gradient applied to the master weights by an optimizer of torch.optim.
 
 An element-wise optimizer treats every element alike and apart from the others, so the flat vector can be stepped block by block,
-each block with its part of the state. Within a block the optimizer sees stripes of at most ``STRIPE`` elements, each an operation
-of one thread: where torch splits an operation, an element may be computed by vector or by scalar instructions, which round
-differently. So a version's bytes depend neither on the number of threads nor on the size of the blocks.
+each block with its part of the state. Within a block the optimizer sees stripes of at most ``STRIPE`` elements, which stay in the
+cache, and each of which torch works on in one thread. Where it splits a vector between threads, it does not promise to round the
+elements at the seams as any others, and a version's bytes must not depend on the number of threads.
 """
 
 from __future__ import annotations

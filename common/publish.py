@@ -61,6 +61,8 @@ class Publisher:
             except StorageError as error:
                 hint = "fleetddp.common.publish.save_init(module, path) writes one"
                 raise ConfigError(f"start.file: {path} is {error}; {hint}") from error
+            if file.size() < source.size:
+                raise ConfigError(f"start.file: {path} is cut short: {file.size()} bytes of {source.size}")
             return self._found(source.head.layout, source.weights, at)
 
     def merge(self, decision: Decision) -> Version:

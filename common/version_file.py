@@ -212,6 +212,11 @@ class VersionFile:
         """Where in the file the published payload lies, in bytes."""
         return self._data + self._map.payload[0], self._data + self._map.payload[1]
 
+    @property
+    def size(self) -> int:
+        """Bytes that the file must have."""
+        return self._data + self._map.size
+
     def weights(self, interval: Interval, out: Tensor) -> Tensor:
         """The exact parameters (before rounding), or the buffers, of an element interval, into ``out`` f32[n]; returns it."""
         layout, start = self.head.layout, interval[0]
