@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Union
 
-from fleetddp.common.errors import Refused
+from fleetddp.common.errors import Reason, Refused
 from fleetddp.common.update import NO_VERSION, Interval, Receipt, Slice, Tier, Update, UpdateHeader, UpdateId, Version
 
 # ---- events ---------------------------------------------------------------------------------------------------------------
@@ -259,6 +259,7 @@ class Say:
     what: str  # a word for the counter, e.g. "window", "refused", "joined", "lost"
     message: str
     node: str = ""
+    reason: Reason | None = None  # of "refused"
 
 
 Effect = Union[Reply, Persist, Found, Merge, Settle, Discard, Announce, Opened, Ended, Wake, Say]

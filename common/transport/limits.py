@@ -14,7 +14,7 @@ from fleetddp.common.errors import Reason, Refused
 
 CHUNK_BYTES = 512 * 1024  # payload bytes in one chunk
 MESSAGE_BYTES = 1024 * 1024  # one message, packed
-LAYOUT_BYTES = 768 * 1024  # a layout's JSON, so that it fits one message
+LAYOUT_BYTES = 960 * 1024  # a layout's JSON, so that it fits one message
 MAX_INT = 2**63 - 1  # incarnations, sequences, offsets: what a signed 64-bit column holds
 MAX_VERSION = 2**53  # versions and element offsets: exact in a double, so exact in JSON
 MAX_IDS = 256  # open updates named in one join or heartbeat, receipts in one reply or news

@@ -344,6 +344,13 @@ def _pack_group(group: Group) -> pb.Group:
     )
 
 
+def _unpack_leaf_tier(number: int) -> Tier:
+    tier = _unpack_tier(number)
+    if tier is Tier.REGION:
+        raise limits.malformed("group.tier", "REGION", "SITE or EDGE: groups name the leaf tiers")
+    return tier
+
+
 def _unpack_groups(messages: Sequence[pb.Group], kind: Kind) -> tuple[Group, ...]:
     if bool(messages) != (kind is Kind.PARTIAL):
         raise limits.malformed("groups", f"a list of {len(messages)} for kind {kind.value}", "some of a partial, none otherwise")
@@ -351,7 +358,7 @@ def _unpack_groups(messages: Sequence[pb.Group], kind: Kind) -> tuple[Group, ...
     limits.count(sum(len(m.ids) for m in messages), "the groups' ids", limits.MAX_GROUP_IDS)
     return tuple(
         Group(
-            tier=_unpack_tier(m.tier),
+            tier=_unpack_leaf_tier(m.tier),
             base_version=limits.version(m.base_version, "group.base_version"),
             samples=limits.amount(m.samples, "group.samples"),
             buffer_samples=limits.amount(m.buffer_samples, "group.buffer_samples"),

@@ -1,0 +1,383 @@
+"""Runs one aggregator, whatever carries its members' messages: feeds it events and carries out its effects.
+
+Single-threaded: every method is called on one thread (the server's event loop) or under one lock (in memory). What touches the
+disk is handed to a ``Host`` and comes back as an event. Nothing that goes wrong with one event or effect ends the process: it is
+logged, counted, and answered if somebody waits; a merge that the disk refuses is tried again until the disk is mended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Protocol, TypeVar, Union
+
+from fleetddp.common.aggregator import Aggregator
+from fleetddp.common.clock import Clock
+from fleetddp.common.errors import FleetError, Reason, Refused
+from fleetddp.common.events import (
+    Announce,
+    Discard,
+    Effect,
+    Ended,
+    Event,
+    Found,
+    Heard,
+    Joined,
+    Left,
+    Merge,
+    News,
+    Offer,
+    Opened,
+    Persist,
+    Persisted,
+    PersistFailed,
+    Proceed,
+    Progressed,
+    Published,
+    Reply,
+    Say,
+    Settle,
+    Tick,
+    Wake,
+)
+from fleetddp.common.journal import Journal
+from fleetddp.common.layout import Layout
+from fleetddp.common.news import Watcher
+from fleetddp.common.publish import Publisher
+from fleetddp.common.staging import Staging, Stream
+from fleetddp.common.telemetry import Telemetry
+from fleetddp.common.update import Receipt, State, Update, UpdateId, Version
+
+T = TypeVar("T")
+Answer = Union[Joined, Heard, Left, Proceed, Receipt, Refused]
+
+PROGRESS_EVERY_S = 1.0  # the aggregator hears of an update's arriving bytes at most so often
+RETRY_MAX_S = 30.0  # between attempts at a merge that failed
+MAX_STATUS_MEMBERS = 1000  # shown in a status, so that it fits one message
+MAX_STATUS_VERSIONS = 100
+
+_log = logging.getLogger(__name__)
+
+
+class Lane(Enum):
+    """Disk work of one lane is done one after another, in the order submitted; the lanes run side by side."""
+
+    JOURNAL = "journal"  # acceptances and facts: short
+    MERGE = "merge"  # making versions: long
+
+
+class Host(Protocol):
+    """Where a driver runs: who does its disk work and who wakes it."""
+
+    def submit(self, lane: Lane, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
+        """Do ``work`` off the driver's thread; call ``done`` on the driver's thread with its result or its exception."""
+        ...
+
+    def later(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
+        """Call ``call`` on the driver's thread in so many seconds; returns what cancels it."""
+        ...
+
+
+class Driver:
+    """The aggregator, its journal, staging area and publisher, run together. See the module."""
+
+    def __init__(
+        self,
+        aggregator: Aggregator,
+        staging: Staging,
+        journal: Journal,
+        publisher: Publisher,
+        *,
+        clock: Clock,
+        host: Host,
+        telemetry: Telemetry,
+    ) -> None:
+        self.staging = staging
+        self.journal = journal
+        self.telemetry = telemetry
+        self._aggregator = aggregator
+        self._publisher = publisher
+        self._clock = clock
+        self._host = host
+        self._inbox: deque[Event] = deque()  # completions that wait for the event in hand
+        self._busy = False
+        self._stopped = False
+        self._due: float | None = None
+        self._cancel_wake: Callable[[], None] = lambda: None
+        self._waiters: dict[UpdateId, list[Callable[[Receipt], None]]] = {}
+        self._watchers: dict[str, list[Watcher]] = {}
+        self._progress: dict[UpdateId, float] = {}
+        self._versions: deque[tuple[Version, str]] = deque(maxlen=MAX_STATUS_VERSIONS)
+
+    # ---- what transports ask ----------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The newest published version, or ``NO_VERSION``."""
+        return self._aggregator.version
+
+    @property
+    def finished(self) -> str:
+        """Why the run is over; empty while it goes on."""
+        return self._aggregator.finished
+
+    @property
+    def live_members(self) -> int:
+        """How many members hold a lease."""
+        return sum(member["live"] for member in self._aggregator.status(self._clock.now())["members"])
+
+    @property
+    def layout(self) -> Layout | None:
+        """The run's layout, once known."""
+        return self._aggregator.layout
+
+    def start(self) -> None:
+        """Take up what the journal holds: a merge that was decided, the open window."""
+        self._versions.extend((version, "") for version in self.journal.versions())
+        self._guarded(lambda: self._carry_out_all(self._aggregator.start(self._clock.now())))
+        self._drain()
+
+    def stop(self) -> None:
+        """Do nothing more: no tick, no retry. Work in hand at the host may finish; its result is dropped (the journal has it)."""
+        self._stopped = True
+        self._cancel_wake()
+
+    def handle(self, event: Event) -> Answer | None:
+        """Feed one event; returns the aggregator's answer, None for an event that gets none.
+
+        Raises ``FleetError`` when an event that needs an answer got none because of a defect, which is logged.
+        """
+        self._busy, outer = True, self._busy
+        try:
+            answer = self._step(event)
+        finally:
+            self._busy = outer
+        self._drain()
+        return answer
+
+    def wait(self, update_id: UpdateId, call: Callable[[Receipt], None]) -> Callable[[], None]:
+        """Call ``call`` once when the update is accepted, settled or refused; returns what stops waiting."""
+        waiters = self._waiters.setdefault(update_id, [])
+        waiters.append(call)
+
+        def cancel() -> None:
+            if call in waiters:
+                waiters.remove(call)
+            if not waiters and self._waiters.get(update_id) is waiters:
+                del self._waiters[update_id]
+
+        return cancel
+
+    def open(self, offer: Offer, done: Callable[[Stream | Exception], None]) -> None:
+        """Open the stream of an offer that may proceed; ``done`` gets it, or the ``Refused`` that says why not."""
+        # On the journal's lane: what was discarded of this update before must be gone.
+        self._host.submit(Lane.JOURNAL, lambda: self.staging.open(offer, self.layout), done)
+
+    def watch(self, node: str, after_version: int, notify: Callable[[], None]) -> Watcher:
+        """Watch for versions, the end, and receipts of ``node``.
+
+        Where things stand otherwise than after ``after_version``, the first news is there at once.
+        """
+        watcher = Watcher(node, notify)
+        self._watchers.setdefault(node, []).append(watcher)
+        news = self._news()
+        if news.version != after_version or news.finished:
+            watcher.put(news)
+        return watcher
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """End a watch."""
+        watchers = self._watchers.get(watcher.node, [])
+        if watcher in watchers:
+            watchers.remove(watcher)
+        if not watchers:
+            self._watchers.pop(watcher.node, None)
+
+    def arrived(self, update_id: UpdateId, size: int) -> None:
+        """Bytes of an update arrived: count them, and tell the aggregator now and then."""
+        self.telemetry.bytes_in(size)
+        now = self._clock.now()
+        if now - self._progress.get(update_id, -PROGRESS_EVERY_S) >= PROGRESS_EVERY_S:
+            self._progress[update_id] = now
+            self.handle(Progressed(update_id=update_id))
+
+    def status(self) -> dict[str, Any]:
+        """What ``fleetddp status`` shows; the schema is in WIRE.md."""
+        status = self._aggregator.status(self._clock.now())
+        members = status["members"]
+        status["members"] = members[:MAX_STATUS_MEMBERS]
+        status["members_omitted"] = max(0, len(members) - MAX_STATUS_MEMBERS)
+        status["versions"] = [
+            {
+                "number": version.number,
+                "published_at": version.published_at,
+                "updates": version.updates,
+                "metrics": dict(version.metrics),
+                "reason": reason,
+            }
+            for version, reason in self._versions
+        ]
+        status["counters"].update(self.telemetry.totals())
+        return status
+
+    # ---- events -----------------------------------------------------------------------------------------------------------
+
+    def _step(self, event: Event) -> Answer | None:
+        try:
+            effects = self._aggregator.handle(event, self._clock.now())
+        except Exception as error:
+            self._failed(f"the aggregator failed on {type(event).__name__}", error)
+            raise FleetError(f"the coordinator failed on this request ({error!r}); its operator finds more in its log") from error
+        return self._carry_out_all(effects)
+
+    def _drain(self) -> None:
+        """Feed what disk work brought, unless an event is in hand (it will)."""
+        while self._inbox and not self._busy:
+            event = self._inbox.popleft()
+            self._busy = True
+            try:
+                self._guarded(lambda event=event: self._step(event))  # type: ignore[misc]
+            finally:
+                self._busy = False
+
+    def _report(self, event: Event) -> None:
+        """Disk work is done."""
+        if not self._stopped:
+            self._inbox.append(event)
+            self._drain()
+
+    def _guarded(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except FleetError:
+            pass  # logged where it was raised; nobody waits for an answer
+        except Exception as error:
+            self._failed("an effect failed", error)
+
+    def _failed(self, what: str, error: BaseException) -> None:
+        _log.error("%s: %s", what, error, exc_info=error)
+        self.telemetry.count("failed")
+
+    # ---- effects ----------------------------------------------------------------------------------------------------------
+
+    def _carry_out_all(self, effects: list[Effect]) -> Answer | None:
+        answer: Answer | None = None
+        for effect in effects:
+            if isinstance(effect, Reply):
+                answer = effect.value
+                continue
+            try:
+                self._carry_out(effect)
+            except Exception as error:
+                self._failed(f"the effect {type(effect).__name__} failed", error)
+        return answer
+
+    def _carry_out(self, effect: Effect) -> None:
+        if isinstance(effect, Persist):
+            self._persist(effect.update, effect.at)
+        elif isinstance(effect, Found):
+            found = effect
+            self._make("version 0", lambda: self._publisher.found(found.update, found.at), "first weights")
+        elif isinstance(effect, Merge):
+            decision = effect.decision
+            self._make(f"version {decision.version}", lambda: self._publisher.merge(decision), decision.reason)
+        elif isinstance(effect, Settle):
+            self._settle(effect.receipts)
+        elif isinstance(effect, Discard):
+            self._forget(effect.update_id)
+        elif isinstance(effect, Announce):
+            news = self._news()
+            for watchers in self._watchers.values():
+                for watcher in watchers:
+                    watcher.put(news)
+        elif isinstance(effect, Opened):
+            at = effect.at
+            self._write("the window's opening", lambda: self.journal.opened(at))
+        elif isinstance(effect, Ended):
+            reason = effect.reason
+            self._write("the end of the run", lambda: self.journal.ended(reason))
+        elif isinstance(effect, Wake):
+            self._wake(effect.at)
+        elif isinstance(effect, Say):
+            self.telemetry.say(effect)
+
+    def _persist(self, update: Update, at: float) -> None:
+        def done(result: Exception | None) -> None:
+            if isinstance(result, Exception):
+                self._failed(f"update {update.update_id} could not be stored", result)
+                self._report(PersistFailed(update=update, message=str(result)))
+            else:
+                self._report(Persisted(update=update))
+
+        self._host.submit(Lane.JOURNAL, lambda: self.staging.accept(update, at), done)
+
+    def _make(self, what: str, work: Callable[[], Version], reason: str, attempt: int = 0) -> None:
+        """Make a version; again and again if that fails, since a decision stands."""
+
+        def done(result: Version | Exception) -> None:
+            if isinstance(result, Exception):
+                wait = min(RETRY_MAX_S, 2.0**attempt)
+                self._failed(f"{what} could not be made; trying again in {wait:g} s", result)
+                self._host.later(wait, lambda: self._make(what, work, reason, attempt + 1))
+                return
+            self._versions.append((result, reason))
+            self.telemetry.published(result)
+            self._report(Published(version=result))
+
+        if not self._stopped:
+            self._host.submit(Lane.MERGE, work, done)
+
+    def _write(self, what: str, work: Callable[[], None]) -> None:
+        """Journal a fact that nobody waits for."""
+
+        def done(result: Exception | None) -> None:
+            if isinstance(result, Exception):
+                self._failed(f"{what} could not be journaled", result)
+
+        self._host.submit(Lane.JOURNAL, work, done)
+
+    def _settle(self, receipts: tuple[Receipt, ...]) -> None:
+        for receipt in receipts:
+            if receipt.state is State.STAGED:
+                continue  # nothing is settled; what settles it comes later
+            self._progress.pop(receipt.update_id, None)
+            for call in self._waiters.pop(receipt.update_id, ()):
+                call(receipt)
+            for watcher in self._watchers.get(receipt.update_id.node, ()):
+                watcher.put(self._news((receipt,)))
+
+    def _forget(self, update_id: UpdateId) -> None:
+        self._progress.pop(update_id, None)
+        # On the journal's lane, so that the same update offered again is not opened before the old bytes are gone.
+        self._write(f"the discarding of {update_id}", lambda: self.staging.discard(update_id))
+
+    def _news(self, receipts: tuple[Receipt, ...] = ()) -> News:
+        return News(
+            version=self._aggregator.version,
+            receipts=receipts,
+            finished=self._aggregator.finished,
+            closes_at=self._aggregator.closes_at,
+        )
+
+    def _wake(self, at: float) -> None:
+        if self._due is not None and self._due <= at:
+            return
+        self._cancel_wake()
+        self._due = at
+        self._cancel_wake = self._host.later(max(0.0, at - self._clock.now()), self._tick)
+
+    def _tick(self) -> None:
+        self._due = None
+        if not self._stopped:
+            self._guarded(lambda: self.handle(Tick()))
+
+
+def answered(receipt: Receipt) -> Receipt:
+    """The receipt that answers a push; raises the ``Refused`` that it stands for, unless it names what overlaps."""
+    if receipt.state is State.UNKNOWN:
+        raise Refused(Reason(receipt.reason or Reason.STALLED), receipt.message or f"{receipt.update_id} was dropped meanwhile")
+    if receipt.state is State.REFUSED and not receipt.overlap:
+        raise Refused(Reason(receipt.reason), receipt.message)
+    return receipt

@@ -1,0 +1,375 @@
+"""The gRPC face of an aggregator: grpc.aio calls in, a ``Driver`` behind them, all on one event loop.
+
+The loop only moves messages. Checking and storing bytes, and reading a version's, happens in a few threads; what must be durable
+goes through the driver's lanes (``LoopHost``). A refusal ends its call with the reason's status, the message as details and the
+reason in the trailing metadata; nothing that one call does ends another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from fleetddp.common import security
+from fleetddp.common.config import FleetConfig
+from fleetddp.common.driver import Driver, Lane, answered
+from fleetddp.common.errors import REASONS, ConfigError, Reason, Refused, StorageError
+from fleetddp.common.events import Event, Heard, Joined, Left, Offer, Proceed, Say, SliceRejected, SliceStaged
+from fleetddp.common.journal import VersionReader
+from fleetddp.common.staging import Stream
+from fleetddp.common.transport import limits, wire
+from fleetddp.common.update import NO_VERSION, Interval, Receipt, State
+from fleetddp.protos import fleet_pb2 as pb
+
+T = TypeVar("T")
+Call = Callable[[Any, Any], Awaitable[Any]]  # (request, or its stream; the call's context) -> reply, or None of a stream
+
+BYTE_THREADS = 4  # that check and store arriving bytes, and read versions
+SERVICE = pb.DESCRIPTOR.services_by_name["Fleet"].full_name
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", limits.MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # a second coordinator on this port must fail, not share its members
+    # Members behind NAT ping to keep their way open; a server's default would end their connection for it.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+]
+
+_log = logging.getLogger(__name__)
+
+
+class LoopHost:
+    """Runs a driver on the event loop it is made in: one thread a lane, timers of the loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._lanes = {lane: ThreadPoolExecutor(1, thread_name_prefix=f"fleet-{lane.value}") for lane in Lane}
+
+    def submit(self, lane: Lane, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
+        """See ``Host``."""
+        future: asyncio.Future[T] = self._loop.run_in_executor(self._lanes[lane], work)
+        future.add_done_callback(lambda f: _report(f, done))
+
+    def later(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
+        """See ``Host``."""
+        return self._loop.call_later(seconds, call).cancel
+
+    async def close(self) -> None:
+        """Finish the work in hand."""
+        for executor in self._lanes.values():
+            await self._loop.run_in_executor(None, executor.shutdown)
+
+
+def _report(future: asyncio.Future[T], done: Callable[[T | Exception], None]) -> None:
+    error = future.exception()
+    if error is None:
+        done(future.result())
+    else:
+        done(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+
+class Server:
+    """The service of protos/fleet.proto over one driver. Made, started and stopped on its event loop."""
+
+    def __init__(self, driver: Driver, config: FleetConfig) -> None:
+        self._driver = driver
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._threads = ThreadPoolExecutor(BYTE_THREADS, thread_name_prefix="fleet-bytes")
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server.add_generic_rpc_handlers((self._handlers(),))
+
+    async def start(self) -> int:
+        """Listen; returns the port. Raises ``ConfigError`` when the address cannot be had, or plaintext would be seen."""
+        address = self._config.coordinator.listen or self._config.coordinator.address
+        security.check_plaintext(address, self._config.security)
+        credentials = security.server_credentials(self._config.security)
+        try:
+            if credentials is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {address}: {error}") from error
+        await self._server.start()
+        return int(port)
+
+    async def stop(self, grace: float) -> None:
+        """Take no new calls; those open may end within ``grace`` seconds."""
+        await self._server.stop(grace)
+        await self._loop.run_in_executor(None, self._threads.shutdown)
+
+    def _handlers(self) -> Any:
+        unary, download, both = (
+            grpc.unary_unary_rpc_method_handler,
+            grpc.unary_stream_rpc_method_handler,
+            grpc.stream_stream_rpc_method_handler,
+        )
+        table: dict[str, tuple[Any, Call, Any, Any]] = {
+            "Join": (unary, self._join, pb.JoinRequest, pb.JoinReply),
+            "Heartbeat": (unary, self._heartbeat, pb.HeartbeatRequest, pb.HeartbeatReply),
+            "Leave": (unary, self._leave, pb.LeaveRequest, pb.LeaveReply),
+            "Status": (unary, self._status, pb.StatusRequest, pb.StatusReply),
+            "GetLayout": (unary, self._layout, pb.LayoutRequest, pb.LayoutReply),
+            "Pull": (download, self._pull, pb.PullRequest, pb.PullReply),
+            "Push": (both, self._push, pb.PushRequest, pb.PushReply),
+            "Watch": (download, self._watch, pb.WatchRequest, pb.News),
+        }
+        methods = {
+            name: kind(self._with_status(call), ask.FromString, reply.SerializeToString)
+            for name, (kind, call, ask, reply) in table.items()
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    def _with_status(self, call: Call) -> Call:
+        """Turn what a call raises into its status."""
+
+        async def with_status(request: Any, context: Any) -> Any:
+            try:
+                return await call(request, context)
+            except Refused as error:
+                refusal = error
+            except StorageError as error:
+                refusal = Refused(Reason.STORAGE, str(error))
+            except Exception as error:
+                _log.exception("%s failed", call.__name__)
+                self._driver.telemetry.count("failed")
+                return await context.abort(grpc.StatusCode.INTERNAL, limits.text(f"the coordinator failed on this: {error!r}"))
+            status = getattr(grpc.StatusCode, REASONS[refusal.reason].status)
+            return await context.abort(status, limits.text(refusal.message), ((wire.REASON_KEY, refusal.reason.value),))
+
+        return with_status
+
+    def _off_loop(self, work: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        return self._loop.run_in_executor(self._threads, work, *args)
+
+    def _admit(self, unpack: Callable[[Any], T], message: Any, context: Any, node: Callable[[T], str] = attrgetter("node")) -> T:
+        """Check a message and who sent it: its certificate must name the node it speaks for, and the fleet file allow that."""
+        claimed = ""
+        try:
+            asked = unpack(message)
+            claimed = node(asked)
+            proven = security.node_id(context.auth_context())
+            if proven is not None and proven != claimed:
+                raise Refused(Reason.WRONG_IDENTITY, f"the certificate is of {proven!r}; the call claims to be {claimed!r}")
+            if not any(fnmatch.fnmatchcase(claimed, pattern) for pattern in self._config.members.allow):
+                raise Refused(Reason.WRONG_IDENTITY, f"{claimed!r} matches no pattern of members.allow")
+        except Refused as error:
+            # The aggregator never hears of it.
+            self._driver.telemetry.say(Say(what="refused", message=str(error), node=claimed, reason=error.reason))
+            raise
+        return asked
+
+    def _ask(self, event: Event, expected: type[T]) -> T:
+        answer = self._driver.handle(event)
+        if isinstance(answer, Refused):
+            raise answer
+        if not isinstance(answer, expected):
+            raise TypeError(f"{type(event).__name__} was answered with {answer!r}")
+        return answer
+
+    # ---- control calls ----------------------------------------------------------------------------------------------------
+
+    async def _join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
+        return wire.pack_joined(self._ask(self._admit(wire.unpack_join, request, context), Joined))
+
+    async def _heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatReply:
+        return wire.pack_heard(self._ask(self._admit(wire.unpack_heartbeat, request, context), Heard))
+
+    async def _leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveReply:
+        self._ask(self._admit(wire.unpack_leave, request, context), Left)
+        return pb.LeaveReply()
+
+    async def _status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
+        return pb.StatusReply(json=json.dumps(self._driver.status()).encode())
+
+    async def _layout(self, request: pb.LayoutRequest, context: Any) -> pb.LayoutReply:
+        layout = self._driver.layout
+        if layout is None:
+            raise Refused(Reason.NO_VERSION, "the run has no layout yet: it waits for the first weights")
+        return pb.LayoutReply(json=layout.to_json())
+
+    async def _watch(self, request: pb.WatchRequest, context: Any) -> None:
+        ask = self._admit(wire.unpack_watch, request, context)
+        wake = asyncio.Event()
+        watcher = self._driver.watch(ask.node, ask.after_version, wake.set)
+        try:
+            finished = False
+            while not finished:
+                await wake.wait()
+                wake.clear()
+                if (news := watcher.take()) is not None:
+                    await context.write(wire.pack_news(news))
+                    finished = bool(news.finished)
+        finally:
+            self._driver.unwatch(watcher)
+
+    # ---- versions ---------------------------------------------------------------------------------------------------------
+
+    async def _pull(self, request: pb.PullRequest, context: Any) -> None:
+        ask = self._admit(wire.unpack_pull, request, context)
+        if self._driver.version == NO_VERSION:
+            raise Refused(Reason.NO_VERSION, "no version is published yet: the run waits for the first weights")
+        number = self._driver.version if ask.version == NO_VERSION else ask.version
+        reader = await self._off_loop(self._driver.journal.read_version, number)
+        try:
+            size = reader.info.payload_bytes
+            ranges = ask.ranges or ((0, size),)
+            if ranges[-1][1] > size:
+                raise Refused(Reason.WRONG_INTERVALS, f"bytes up to {ranges[-1][1]} asked for; version {number} has {size}")
+            await context.write(pb.PullReply(version=wire.pack_version(reader.info)))
+            await self._send(reader, ranges, context)
+        finally:
+            reader.close()
+
+    async def _send(self, reader: VersionReader, ranges: tuple[Interval, ...], context: Any) -> None:
+        """The bytes of ``ranges``; the next chunk is read while one is sent."""
+        reading: asyncio.Future[pb.PullReply] | None = None
+        try:
+            for start, stop in _cut(ranges):
+                ready, reading = reading, self._off_loop(_read_chunk, reader, start, stop)
+                await self._send_chunk(ready, context)
+            await self._send_chunk(reading, context)
+        finally:
+            if reading is not None:
+                await asyncio.wait({reading})  # the reader is closed next
+
+    async def _send_chunk(self, reading: asyncio.Future[pb.PullReply] | None, context: Any) -> None:
+        if reading is not None:
+            reply = await reading
+            await context.write(reply)
+            self._driver.telemetry.bytes_out(len(reply.chunk.data))
+
+    # ---- updates ----------------------------------------------------------------------------------------------------------
+
+    async def _push(self, requests: Any, context: Any) -> None:
+        offer = self._admit(_unpack_first, await context.read(), context, lambda offer: offer.header.update_id.node)
+        settled: asyncio.Future[Receipt] = self._loop.create_future()
+        forget = self._driver.wait(offer.header.update_id, lambda receipt: _resolve(settled, receipt))
+        try:
+            answer = self._driver.handle(offer)
+            if isinstance(answer, Proceed):
+                answer = await self._ingest(offer, context, settled)
+            elif isinstance(answer, Receipt) and answer.state is State.STAGED:  # a repeat of one that is being made durable
+                answer = replace(await settled, duplicate=True)
+        finally:
+            forget()
+        if isinstance(answer, Refused):
+            raise answer
+        if not isinstance(answer, Receipt):
+            raise TypeError(f"an offer was answered with {answer!r}")
+        await context.write(pb.PushReply(receipt=wire.pack_receipt(answered(answer))))
+
+    async def _ingest(self, offer: Offer, context: Any, settled: asyncio.Future[Receipt]) -> Receipt:
+        """Take one stream's bytes, then wait until the update that it belongs to is durable, or refused."""
+        try:
+            staged = await self._receive(offer, context, settled)
+        except Refused as refusal:
+            rejected = SliceRejected(update_id=offer.header.update_id, slice=offer.slice, refusal=refusal)
+            self._driver.handle(rejected)
+            raise
+        if staged is not None:
+            self._driver.handle(staged)
+        return await settled
+
+    async def _receive(self, offer: Offer, context: Any, settled: asyncio.Future[Receipt]) -> SliceStaged | None:
+        """The stream's bytes, checked and stored; None when the update was settled meanwhile (dropped, superseded)."""
+        opening: asyncio.Future[Stream] = self._loop.create_future()
+        self._driver.open(offer, lambda outcome: _resolve(opening, outcome))
+        stream = await opening
+        await context.write(pb.PushReply(held=pb.Held(bytes=stream.held)))
+        transfer = _Transfer(self._driver, offer, stream, self._off_loop)
+        receiving = asyncio.ensure_future(transfer.run(context))
+        stalling = asyncio.ensure_future(transfer.stalled(self._config.members.stall_s))
+        try:
+            ends: set[asyncio.Future[Any]] = {receiving, stalling, settled}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if settled.done():
+                return None
+            if receiving.done():
+                return receiving.result()
+            raise Refused(Reason.STALLED, f"{offer.header.update_id}: no byte came for {self._config.members.stall_s:g} s")
+        finally:
+            stalling.cancel()
+            receiving.cancel()
+            await asyncio.wait(ends - {settled})
+
+
+class _Transfer:
+    """One push stream's bytes on their way from the network to the staging area."""
+
+    def __init__(self, driver: Driver, offer: Offer, stream: Stream, off_loop: Callable[..., asyncio.Future[Any]]) -> None:
+        self._driver = driver
+        self._update_id = offer.header.update_id
+        self._stream = stream
+        self._off_loop = off_loop
+        self._loop = asyncio.get_running_loop()
+        self._moved_at = self._loop.time()
+
+    async def run(self, context: Any) -> SliceStaged:
+        """Receive until the sender is done; one chunk is received while the one before is stored."""
+        writing: asyncio.Future[None] | None = None
+        try:
+            while request := await context.read():  # the end of the stream is false
+                offset, crc32c, data = _unpack_next(request)
+                if writing is not None:
+                    await writing
+                writing = self._off_loop(self._stream.write, offset, crc32c, data)
+                self._moved_at = self._loop.time()
+                self._driver.arrived(self._update_id, len(data))
+            if writing is not None:
+                await writing
+            finished: SliceStaged = await self._off_loop(self._stream.finish)
+            return finished
+        finally:
+            if writing is not None:
+                writing.add_done_callback(lambda f: f.cancelled() or f.exception())  # where nobody awaits it any more
+
+    async def stalled(self, seconds: float) -> None:
+        """Return once no byte came for so long."""
+        while (idle := self._loop.time() - self._moved_at) < seconds:
+            await asyncio.sleep(seconds - idle)
+
+
+def _resolve(future: asyncio.Future[T], outcome: T | Exception) -> None:
+    if future.done():  # its call was cancelled
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
+def _unpack_first(request: Any) -> Offer:
+    if not request or request.WhichOneof("what") != "header":
+        raise Refused(Reason.MALFORMED, "a push begins with a header")
+    return wire.unpack_offer(request.header)
+
+
+def _unpack_next(request: pb.PushRequest) -> tuple[int, int, bytes]:
+    if request.WhichOneof("what") != "chunk":
+        raise Refused(Reason.MALFORMED, "after its header a push holds nothing but chunks")
+    return wire.unpack_chunk(request.chunk)
+
+
+def _cut(ranges: Iterable[Interval]) -> Iterator[Interval]:
+    """Byte ranges cut to chunks."""
+    for start, stop in ranges:
+        for begin in range(start, stop, limits.CHUNK_BYTES):
+            yield begin, min(begin + limits.CHUNK_BYTES, stop)
+
+
+def _read_chunk(reader: VersionReader, start: int, stop: int) -> pb.PullReply:
+    return pb.PullReply(chunk=wire.pack_chunk(start, reader.read(start, stop)))
