@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
@@ -274,7 +274,7 @@ def parse(data: object, *, source: str = "fleet file") -> FleetConfig:
     try:
         return FleetConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(source, e) for e in error.errors())) from None
+        raise ConfigError(_explain(source, data, error)) from None
 
 
 def load(path: str | Path) -> FleetConfig:
@@ -290,20 +290,40 @@ def load(path: str | Path) -> FleetConfig:
     return parse({} if data is None else data, source=str(path))
 
 
-def _explain(source: str, error: Any) -> str:
-    """One line: which key, what is wrong, and for an unknown key which keys there are."""
-    where = ".".join(str(part) for part in error["loc"]) or "(top level)"
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "extra_forbidden":
-        message = f"unknown key; allowed here: {', '.join(_keys_beside(error['loc']))}"
-    return f"{source}: {where}: {message}"
+def _explain(source: str, data: object, error: ValidationError) -> str:
+    """One line a key: which, what is wrong with it, and for an unknown key which there are."""
+    messages: dict[str, list[str]] = {}
+    for found in error.errors():
+        message = found["msg"].removeprefix("Value error, ")
+        if found["type"] == "extra_forbidden":
+            message = f"unknown key; allowed here: {', '.join(_allowed(found['loc'][:-1]))}"
+        messages.setdefault(_key(data, found["loc"]), []).append(message)
+    return "\n".join(f"{source}: {key}: {'; or: '.join(said)}" for key, said in messages.items())
 
 
-def _keys_beside(loc: tuple[Any, ...]) -> list[str]:
-    section: Any = FleetConfig
-    for part in loc[:-1]:
-        field = getattr(section, "model_fields", {}).get(part)
-        if field is None:
-            return sorted(getattr(section, "model_fields", {}))
-        section = field.annotation
-    return sorted(getattr(section, "model_fields", {}))
+def _key(data: object, loc: tuple[int | str, ...]) -> str:
+    """The key as it stands in the file: pydantic's location without the branches of unions that it tried."""
+    parts = []
+    for part in loc:
+        if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int)):
+            parts.append(str(part))
+            data = data[part]  # type: ignore[index]
+    return ".".join(parts) or "(top level)"
+
+
+def _allowed(loc: tuple[int | str, ...]) -> list[str]:
+    """The keys of the section at this location."""
+    section: type[BaseModel] = FleetConfig
+    choices = [section]
+    for part in loc:
+        if isinstance(part, str) and part in section.model_fields:
+            choices = _sections_in(section.model_fields[part].annotation)
+        tagged = [c for c in choices if "kind" in c.model_fields and c.model_fields["kind"].default == part]
+        section = (tagged or choices)[0]
+    return sorted(section.model_fields)
+
+
+def _sections_in(annotation: object) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in _sections_in(argument)]
