@@ -101,6 +101,7 @@ class Outbox:
         self._lock = threading.RLock()
         with self._storage():
             self._files.make_dir(directory)
+            self._files.fsync_dir(directory.parent)
             self._db = sqlite3.connect(directory / "outbox.sqlite", timeout=1.0, check_same_thread=False, isolation_level=None)
             self._db.row_factory = sqlite3.Row
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")  # a second process of this node must not train beside this one

@@ -146,7 +146,7 @@ def test_cut_off_it_trains_on_and_delivers_afterwards(parent: ScriptedParent, st
     parent.publish(torch.zeros(2))
     parent.wait_for(lambda: len(parent.pushed) == 3)
     assert parent.pushed[2][0].base_version == 1
-    assert node.node.outbox.counts["merged"] == 2
+    parent.wait_for(lambda: node.node.outbox.counts["merged"] == 2)
 
 
 def test_a_gradient_node_that_is_cut_off_waits(parent: ScriptedParent, start: Start) -> None:

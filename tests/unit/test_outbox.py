@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 import google_crc32c
 import pytest
 import torch
+from helpers.losing_files import LosingFiles
 from torch import Tensor
 
 from fleetddp.common import codecs
@@ -298,8 +300,9 @@ STEPS: dict[str, Callable[[Outbox], object]] = {
 }
 
 
+@pytest.mark.parametrize("luck", [None, 1], ids=["all unsynced lost", "some unsynced kept"])
 @pytest.mark.parametrize("point", CRASH_POINTS)
-def test_a_crash_at_any_point_leaves_the_state_before_or_after_the_step(tmp_path: Path, point: str) -> None:
+def test_a_power_loss_leaves_the_state_before_or_after_the_step(tmp_path: Path, point: str, luck: int | None) -> None:
     nature = replace(NATURE, codec="topk:0.3")
     armed = False
 
@@ -307,27 +310,26 @@ def test_a_crash_at_any_point_leaves_the_state_before_or_after_the_step(tmp_path
         if armed and reached == point:
             raise Crash
 
-    for step in STEPS.values():
-        box = Outbox(tmp_path, nature, at=crash)
-        before_step = _state_of(box, tmp_path)
-        box = Outbox(tmp_path, nature, at=crash)
+    folder = tmp_path / "0"
+    for number, step in enumerate(STEPS.values(), start=1):
+        files = LosingFiles(folder)
+        box = Outbox(folder, nature, files=files, at=crash)
+        box.close()
+        before = contents(folder)
+        box = Outbox(folder, nature, files=files, at=crash)
         armed = True
         with pytest.raises(Crash):
             step(box)
         armed = False
         box.close()
-        after_crash = contents(tmp_path)
+        folder = tmp_path / str(number)
+        files.crash(folder, None if luck is None else random.Random(luck))
         if point in ("files written", "files durable"):
-            assert after_crash == before_step
-            box = Outbox(tmp_path, nature)
+            assert contents(folder) == before
+            box = Outbox(folder, nature)
             step(box)
             box.close()
-        assert contents(tmp_path) != before_step
-
-
-def _state_of(box: Outbox, folder: Path) -> list[object]:
-    box.close()
-    return contents(folder)
+        assert contents(folder) != before
 
 
 def test_only_files_that_count_stay(tmp_path: Path) -> None:
