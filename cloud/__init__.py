@@ -1,0 +1,27 @@
+"""The cloud side: a site's ``FleetDDP``, and the coordinator.
+
+Nothing is imported before it is used: the command line and a coordinator need no ``torch.distributed``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fleetddp.cloud.checkpoint import Checkpoint as Checkpoint
+    from fleetddp.cloud.ddp import FleetDDP as FleetDDP
+
+__all__ = ["Checkpoint", "FleetDDP"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``FleetDDP`` and ``Checkpoint`` when they are asked for (PEP 562)."""
+    if name == "FleetDDP":
+        from fleetddp.cloud.ddp import FleetDDP
+
+        return FleetDDP
+    if name == "Checkpoint":
+        from fleetddp.cloud.checkpoint import Checkpoint
+
+        return Checkpoint
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

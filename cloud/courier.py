@@ -1,0 +1,185 @@
+"""A rank's courier: the thread that carries its slices to and from the parent, one after another, while training goes on.
+
+It tries again while a retry can help, for as long as it takes: how long a site waits is decided at the boundary, not here. What
+it has done it leaves as an answer and reports to rank 0 by a tally; what can never succeed ends training on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeVar
+
+import google_crc32c
+import numpy as np
+from torch import Tensor
+
+from fleetddp.cloud.rendezvous import Rendezvous
+from fleetddp.common.errors import FleetError, Reason, Refused, Unreachable
+from fleetddp.common.events import ByteRange
+from fleetddp.common.payload import bytes_of
+from fleetddp.common.transport import Parent, Sink
+from fleetddp.common.transport.backoff import Backoff
+from fleetddp.common.update import Interval, Receipt, Slice, State, UpdateHeader
+
+# An update refused for one of these is dropped, and training goes on from the newest version. Any other refusal would befall
+# every update of this site.
+DROPPED = frozenset(
+    {Reason.STALE, Reason.NOT_FINITE, Reason.NORM_BOUND, Reason.INIT_TAKEN, Reason.FINISHED}
+    | {Reason.STALLED, Reason.TRUNCATED, Reason.OUT_OF_ORDER, Reason.BAD_CHECKSUM, Reason.STORAGE}
+)
+
+Answer = TypeVar("Answer")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """One rank's stream of an update."""
+
+    header: UpdateHeader
+    intervals: tuple[Interval, ...]
+    samples: float
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errand:
+    """This rank's slice of a version is wanted. ``landing`` says, for the codec it is published in, which bytes and where to."""
+
+    number: int
+    version: int
+    landing: Callable[[str], tuple[tuple[ByteRange, ...], Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landed:
+    """A slice that was fetched: u8 in host memory, its ranges one after another."""
+
+    version: int
+    codec: str
+    data: Tensor
+
+
+class Courier:
+    """Carries parcels and runs errands in the order given. The ``take_...`` methods are for the training thread."""
+
+    def __init__(self, parent: Parent, rendezvous: Rendezvous) -> None:
+        self._parent = parent
+        self._rendezvous = rendezvous
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._receipt: Receipt | None = None
+        self._landed: Landed | None = None
+        self._published = ""  # the codec of the run's versions, once known
+        self._thread = threading.Thread(target=self._work, name="fleetddp-courier", daemon=True)
+        self._thread.start()
+
+    def push(self, parcel: Parcel) -> None:
+        """Send this parcel. Once it is answered, its receipt can be taken and the tally ``answered/<sequence>`` counts it."""
+        self._jobs.put(lambda: self._push(parcel))
+
+    def pull(self, errand: Errand) -> None:
+        """Run this errand. At its end the tally ``pulled/<number>`` counts it; so does ``gone/<number>`` if it was in vain."""
+        self._jobs.put(lambda: self._pull(errand))
+
+    def take_receipt(self) -> Receipt | None:
+        """The receipt of the last parcel, once."""
+        receipt, self._receipt = self._receipt, None
+        return receipt
+
+    def take_landed(self) -> Landed | None:
+        """What the last errand brought, once."""
+        landed, self._landed = self._landed, None
+        return landed
+
+    @property
+    def published(self) -> str:
+        """The codec that the run's versions are published in; empty before the first errand."""
+        return self._published
+
+    def close(self) -> None:
+        """Stop at once; what is under way is given up."""
+        self._closed.set()
+        self._jobs.put(None)
+        self._parent.close()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None and not self._closed.is_set():
+            try:
+                job()
+            except Refused as error:
+                self._rendezvous.fail(error.reason.value, error.message)
+            except Exception as error:
+                if self._closed.is_set():
+                    return
+                _log.exception("a transfer failed")
+                self._rendezvous.fail("", f"{type(error).__name__}: {error}")
+
+    def _push(self, parcel: Parcel) -> None:
+        digest = google_crc32c.value(np.frombuffer(parcel.payload, np.uint8))  # it takes no memoryview
+        cut = Slice(intervals=parcel.intervals, samples=parcel.samples, digest=digest)
+        receipt = self._persist(lambda: self._parent.push(parcel.header, cut, parcel.payload))
+        tally = f"/{parcel.header.update_id.sequence}"
+        if receipt.state is State.REFUSED:
+            reason = Reason(receipt.reason)
+            if reason not in DROPPED:
+                raise Refused(reason, receipt.message)
+            self._rendezvous.report(f"refused{tally}")
+        self._receipt = receipt
+        self._rendezvous.report(f"answered{tally}")
+
+    def _pull(self, errand: Errand) -> None:
+        try:
+            self._landed = self._persist(lambda: self._fetch(errand))
+        except Refused as error:
+            if error.reason is not Reason.UNKNOWN_VERSION:
+                raise
+            self._rendezvous.report(f"gone/{errand.number}")  # overtaken: newer ones were published meanwhile
+        self._rendezvous.report(f"pulled/{errand.number}")
+
+    def _fetch(self, errand: Errand) -> Landed:
+        if not self._published:  # which bytes are ours depends on it; a run never changes it
+            self._published = self._parent.pull(errand.version, [(0, 1)], lambda offset, data: None).codec
+        ranges, into = errand.landing(self._published)
+        if ranges:
+            found = self._parent.pull(errand.version, ranges, _laid_out(ranges, bytes_of(into)))
+            if found.codec != self._published:
+                raise FleetError(f"version {found.number} is published in {found.codec}, those before it in {self._published}")
+        return Landed(version=errand.version, codec=self._published, data=into)
+
+    def _persist(self, call: Callable[[], Answer]) -> Answer:
+        """Call until it succeeds or a retry cannot help."""
+        backoff = Backoff(random.Random())
+        while True:
+            try:
+                return call()
+            except Unreachable as error:
+                reason = str(error)
+            except Refused as error:
+                if not error.retry:
+                    raise
+                reason = str(error)
+            _log.info("trying again: %s", reason)
+            if self._closed.wait(backoff.delay()):
+                raise FleetError("closed")
+
+
+def _laid_out(ranges: Sequence[ByteRange], into: memoryview) -> Sink:
+    """A sink that lays the bytes of ascending ``ranges`` one after another into ``into``."""
+    before = [0, *accumulate(stop - start for start, stop in ranges)]
+    starts = [start for start, _ in ranges]
+
+    def sink(offset: int, data: memoryview) -> None:
+        index = bisect_right(starts, offset) - 1
+        at = before[index] + offset - starts[index]
+        into[at : at + len(data)] = data
+
+    return sink

@@ -1,0 +1,121 @@
+"""How the ranks of a site agree while the network is awaited: through the c10d store, in short polls, never in a collective.
+
+Rank 0 writes numbered *orders*, every other rank reads the same orders and carries them out. Ranks report back by *tallies* that
+rank 0 polls. A wait on a store blocks every other call of the same client: each thread uses a clone of its own, and none waits.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
+
+import torch.distributed as dist
+
+from fleetddp.common.update import NO_VERSION
+
+Do = Literal["init", "pull", "adopt", "go", "fail"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What rank 0 tells all ranks, itself included.
+
+    ``init``: push your slice of the first weights, as update ``number``. ``pull``: fetch your slice of ``version``. ``adopt``:
+    gather the slices of ``version`` and load them. ``go``: train on; the run is over if ``finished`` says why. ``fail``: raise.
+    """
+
+    do: Do
+    version: int = NO_VERSION
+    number: int = 0  # of an init: its sequence; of a pull: tells it from a repeated one
+    codec: str = ""  # of adopt: what the version is published in
+    finished: str = ""
+    reason: str = ""  # of fail: a Reason's value, if the parent refused
+    message: str = ""
+
+
+class Store(Protocol):
+    """What we use of a ``torch.distributed.Store``; torch's stub lacks ``clone``."""
+
+    def set(self, key: str, value: str) -> None: ...  # noqa: D102
+    def get(self, key: str) -> bytes: ...  # noqa: D102
+    def add(self, key: str, value: int) -> int: ...  # noqa: D102
+    def check(self, keys: list[str]) -> bool: ...  # noqa: D102
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes: ...  # noqa: D102
+    def delete_key(self, key: str) -> bool: ...  # noqa: D102
+    def clone(self) -> Store: ...  # noqa: D102
+
+
+class Rendezvous:
+    """One thread's view of a store. ``clone`` makes another thread's."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, prefix: str) -> Rendezvous:
+        """Over the store that ``group`` was formed by, which torch gives no public name."""
+        store = dist.distributed_c10d._get_process_group_store(group)
+        return cls(dist.PrefixStore(prefix, store).clone())  # type: ignore[attr-defined]
+
+    def clone(self) -> Rendezvous:
+        """The same store through a client of its own."""
+        return Rendezvous(self._store.clone())
+
+    def give(self, exchange: int, place: int, order: Order) -> None:
+        """Write the order at ``place`` (0, 1, ...) of an exchange."""
+        self._store.set(_key(exchange, place), json.dumps(asdict(order)))
+
+    def await_order(self, exchange: int, place: int) -> Order:
+        """The order at ``place`` of an exchange, as soon as it is there."""
+        key = _key(exchange, place)
+        for _ in polls():
+            if self._store.check([key]):
+                break
+        fields: dict[str, Any] = json.loads(self._store.get(key))
+        return Order(**fields)
+
+    def forget(self, exchange: int, places: int) -> None:
+        """Delete an exchange's orders; every rank must have carried them out."""
+        for place in range(places):
+            self._store.delete_key(_key(exchange, place))
+
+    def report(self, tally: str) -> None:
+        """Add one to a tally."""
+        self._store.add(tally, 1)
+
+    def tally(self, tally: str) -> int:
+        """How many ranks have reported so far."""
+        return self._store.add(tally, 0)
+
+    def drop(self, *tallies: str) -> None:
+        """Delete tallies that nobody reads any more."""
+        for tally in tallies:
+            self._store.delete_key(tally)
+
+    def fail(self, reason: str, message: str) -> None:
+        """Leave word of a failure that ends training; the first one is kept."""
+        self._store.compare_set("failed", "", json.dumps([reason, message]))
+
+    def failure(self) -> tuple[str, str] | None:
+        """The (reason, message) that some rank left."""
+        if not self._store.check(["failed"]):
+            return None
+        reason, message = json.loads(self._store.get("failed"))
+        return str(reason), str(message)
+
+
+def polls(longest_s: float = 0.05) -> Iterator[float]:
+    """Yield the seconds waited so far, first at once, then after pauses that grow from 1 ms to ``longest_s``."""
+    begun = time.monotonic()
+    pause = 0.001
+    while True:
+        yield time.monotonic() - begun
+        time.sleep(pause)
+        pause = min(pause * 1.5, longest_s)
+
+
+def _key(exchange: int, place: int) -> str:
+    return f"order/{exchange}/{place}"

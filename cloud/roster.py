@@ -1,0 +1,74 @@
+"""Who a site is: the ranks agree on its name and settings before anyone talks to the network."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fleetddp.common.config import SiteConfig
+from fleetddp.common.errors import ConfigError
+from fleetddp.common.transport import Parent
+from fleetddp.common.update import Tier
+
+
+class Member(NamedTuple):
+    """Who the site is in the fleet, and how a rank reaches its parent."""
+
+    node: str  # empty: named after the torchrun job or the machine of rank 0
+    tier: Tier
+    run: str
+    connect: Callable[[str], Parent]  # node -> Parent
+
+
+class Roster(NamedTuple):
+    """What the ranks have agreed on. ``carriers`` are the ranks that talk to the parent; rank 0 always does."""
+
+    node: str
+    incarnation: int
+    carriers: list[int]
+
+
+def muster(member: Member, config: SiteConfig, group: dist.ProcessGroup, device: torch.device) -> Roster:
+    """Agree; a collective. Raises ``ConfigError``, on all ranks, where their settings differ."""
+    card = (member.node or _own_name(), time.time_ns() // 1000, _machine(), member.tier.value, config.model_dump_json())
+    cards: list[Any] = [None] * group.size()
+    with _current(device):
+        dist.all_gather_object(cards, card, group=group)
+    node, incarnation, _, *settings = cards[0]
+    for rank, (_, _, _, *theirs) in enumerate(cards):
+        if theirs != settings:
+            raise ConfigError(f"the ranks of a site have the same settings; rank 0: {settings}, rank {rank}: {theirs}")
+    return Roster(node, incarnation, _carriers(config, [machine for _, _, machine, *_ in cards]))
+
+
+def _carriers(config: SiteConfig, machines: list[str]) -> list[int]:
+    if config.uplink == "rank0":
+        return [0]
+    if config.uplink == "per_node":
+        return [machines.index(name) for name in dict.fromkeys(machines)]
+    return list(range(len(machines)))
+
+
+def _own_name() -> str:
+    """A node name of the torchrun job's id, or else of this machine's host name."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    name = socket.gethostname() if job == "none" else job
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")[:64] or "site"
+
+
+def _machine() -> str:
+    """The machine this rank runs on, as torchrun numbers them."""
+    return os.environ.get("GROUP_RANK", socket.gethostname())
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Collectives of objects use the current GPU, which a script need not have set."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,368 @@
+"""A site's outer loop: what happens at the steps where a site and its fleet exchange what they have learnt.
+
+The boundary contract; ``tests/integration/test_site_contract.py`` has one test a row.
+
+    which steps count   A step counts when every optimizer that holds parameters of the model has stepped and none was told to
+                        skip by a GradScaler. Optimizers are found by torch's global hook (``steps.py``).
+    boundary            Every ``sync_every``-th counted step, inside the last optimizer's ``step()``: the same one on all ranks.
+    what goes out       Each carrier rank encodes its own slice of ``base - local`` (residual kept for that range) and pushes it,
+                        in the background, as its range of the site's one update (``exchange.py``, ``courier.py``). First the
+                        ranks all-gather their samples; those of the streams add up to the site's. Buffers are rank 0's.
+    one in flight       While an update is on its way no other is made; the next one starts where it ended, samples added up.
+    what comes in       Each carrier pulls its slice of a new version; the slices are then gathered inside the site.
+    when it is adopted  Only at boundaries, after the update was answered: rank 0 gives the order through the c10d store when all
+                        slices are there, and the others read it in short polls (``rendezvous.py``, ``lead.py``). No rank is
+                        in a collective while the network is awaited.
+    how long it waits   ``wait_s`` for a newer version, None: as long as it takes. Then it trains on from where it is; a pull
+                        under way goes on, to be adopted at a later boundary.
+    refused             The update is dropped, the residual before it restored, the newest version adopted. A refusal that
+                        would befall every update (layout, codec, identity, ...) is raised on all ranks. A site with values
+                        that are not finite sends nothing and adopts the newest version.
+    start               At the first training forward: rank 0 joins, waiting as long as it takes; the site founds the run
+                        (each rank pushes its slice of the ``init``) or adopts the newest version.
+    join()              Inside DDP's ``join`` boundaries are put off to its end (the join hook's ``post_hook``), where the
+                        ranks agree on the number of steps.
+    end                 When the run is finished the last version is adopted, ``finished`` says why, and training goes on alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from fleetddp.cloud.courier import Courier, Errand, Parcel
+from fleetddp.cloud.exchange import Exchange, Outgoing
+from fleetddp.cloud.lead import Lead
+from fleetddp.cloud.rendezvous import Order, Rendezvous
+from fleetddp.cloud.roster import Member, muster
+from fleetddp.cloud.steps import StepCounter
+from fleetddp.common.codecs import get
+from fleetddp.common.config import SiteConfig
+from fleetddp.common.errors import ConfigError, FleetError, Reason, Refused
+from fleetddp.common.events import Join
+from fleetddp.common.layout import Layout
+from fleetddp.common.transport import Parent
+from fleetddp.common.transport.session import Session
+from fleetddp.common.update import NO_VERSION, Kind, State, UpdateHeader, UpdateId
+
+DIVERGED = (
+    "%s: a value is inf or nan: training has diverged. Its progress since version %d is dropped and the newest version adopted; "
+    "if it recurs, lower the learning rate, and begin with a fresh inner optimizer (its state may hold such values too)"
+)
+
+_log = logging.getLogger(__name__)
+
+
+class _Told(NamedTuple):
+    """What one rank tells the others at a boundary."""
+
+    samples: float
+    seconds: float
+    idle: bool  # nothing of this rank is on its way
+    finite: bool
+    refused: bool  # the parent refused what it sent last
+
+
+class Site:
+    """One rank of a site. Every method but ``report`` and ``close`` is called by all ranks alike."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        member: Member,
+        config: SiteConfig,
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        optimizers: Iterable[Optimizer] | None,
+        deferred: Callable[[], bool],
+    ) -> None:
+        self.version = NO_VERSION  # the one adopted last
+        self.finished = ""
+        self.started = False
+        self.boundaries = 0
+        self.samples = 0.0  # seen by this rank since the last update
+        self.counter = StepCounter(module, optimizers)
+        self.layout = Layout.from_module(module, buffers=config.buffers)
+        self._module, self._member, self._config = module, member, config
+        self._group, self._device = group, device
+        self._deferred = deferred
+        self._codec = get(config.codec)
+        self._pid = os.getpid()
+        self._restored: Mapping[str, Any] | None = None
+        self._session: Session | None = None  # rank 0's
+        self._lead: Lead | None = None  # rank 0's
+        self._courier: Courier | None = None
+        self._in_flight = False  # a parcel of this rank has not been answered
+        self._refused = False  # progress since the anchor is lost: adopt the newest version
+        self._sequence = 0
+        self._exchanges = 0
+        self._places = 0  # orders of the exchange before
+        self._steps = 0  # counted steps behind the next update
+        self._seconds = 0.0  # spent on them
+        self._trained_since = time.monotonic()
+
+    # ---- what training calls --------------------------------------------------------------------------------------------------
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped; if this was the last one of a boundary step, exchange."""
+        if not self.counter.stepped(optimizer) or self.counter.at_most < self._config.sync_every:
+            return
+        if self.started and not self.finished and not self._deferred() and self.counter.count >= self._config.sync_every:
+            self._boundary()
+
+    def joined_again(self) -> None:
+        """DDP's ``join`` has ended: the ranks may have made unequal numbers of steps; go on from the largest."""
+        steps = torch.tensor([self.counter.count], dtype=torch.int64, device=self._device)
+        dist.all_reduce(steps, dist.ReduceOp.MAX, group=self._group)
+        self.counter.restart(int(steps.item()))
+        if self.started and not self.finished and self.counter.count >= self._config.sync_every:
+            self._boundary()
+
+    def report(self, metrics: Mapping[str, float], version: int) -> None:
+        """Tell the fleet of metrics of a version (``NO_VERSION``: of training). Only rank 0's are sent."""
+        if self._session is not None:
+            self._session.report(metrics, version)
+
+    def close(self) -> None:
+        """Leave the fleet and stop all transfers. Training may go on without them."""
+        if os.getpid() != self._pid:  # a forked child inherits us, but not our threads, and must not speak for the site
+            return
+        session, self._session, self._lead = self._session, None, None
+        courier, self._courier = self._courier, None
+        self.finished = self.finished or "closed"
+        if session is not None:
+            session.stop(leave=True)
+        if courier is not None:
+            courier.close()
+
+    # ---- start ----------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Join the fleet and take up its weights. Blocks for as long as no coordinator can be reached."""
+        self.started = True
+        roster = muster(self._member, self._config, self._group, self._device)
+        self._node, self._incarnation = roster.node, roster.incarnation
+        self._exchange = Exchange(
+            self._module, self.layout, self._codec, group=self._group, device=self._device, carriers=roster.carriers
+        )
+        self._pushers = [rank for rank, share in enumerate(self._exchange.shares) if share]
+        self._rendezvous = Rendezvous.of(self._group, f"fleetddp/{roster.incarnation}")
+        rank = self._group.rank()
+        if rank in roster.carriers:
+            parent = self._member.connect(roster.node)
+            self._courier = Courier(parent, self._rendezvous.clone())
+            if rank == 0:
+                self._lead = self._appoint(parent, self._courier, carriers=len(roster.carriers))
+        base = NO_VERSION if self._restored is None else int(self._restored["version"])
+        self._exchange.share_buffers()
+        lead = self._lead
+        self._follow(lead.opening(self.layout, self._codec.spec, self._member.tier, base) if lead else None)
+        self._take_up(base)
+        self._trained_since = time.monotonic()
+
+    def _appoint(self, parent: Parent, courier: Courier, *, carriers: int) -> Lead:
+        """Rank 0 begins to join, and leads."""
+        join = Join(
+            node=self._node,
+            tier=self._member.tier,
+            incarnation=self._incarnation,
+            run=self._member.run,
+            layout=self.layout.fingerprint,
+        )
+        self._session = Session(parent, join)
+        self._session.start()
+        return Lead(parent, self._session, self._rendezvous, courier, pushers=len(self._pushers), carriers=carriers)
+
+    def _take_up(self, base: int) -> None:
+        """After the first orders: go on from a checkpoint's place, if the fleet is still where it was."""
+        state, self._restored = self._restored, None
+        if state is None:
+            return
+        exchange = self._exchange
+        whole = [list(i) for i in exchange.intervals] == state["intervals"]
+        if whole and state["residual"]:
+            exchange.residual = [None if r is None else r.to(self._device) for r in state["residual"]]
+        if self.version == NO_VERSION:  # nothing was adopted: the newest version is the checkpoint's
+            self.version = base
+            exchange.anchor = [a.to(self._device) for a in state["anchor"]] if whole else exchange.read()
+            self.samples, self._steps, self._seconds = state["samples"], state["steps"], state["seconds"]
+
+    # ---- a boundary -----------------------------------------------------------------------------------------------------------
+
+    def _boundary(self) -> None:
+        self.boundaries += 1
+        self._steps += self.counter.count
+        self._seconds += time.monotonic() - self._trained_since
+        self.counter.restart()
+        self._take_receipt()
+        self._exchange.share_buffers()
+        outgoing = None if self._in_flight or self._refused else self._exchange.encode()
+        told = self._tell(outgoing)
+        sequence = self._send(told, outgoing)
+        lead = self._lead
+        wait_s = self._config.wait_s
+        self._follow(lead.orders(pushed=sequence, dropped=self._refused, wait_s=wait_s) if lead else None)
+        self._trained_since = time.monotonic()
+
+    def _tell(self, outgoing: Outgoing | None) -> list[_Told]:
+        """What all ranks tell, by rank: the one collective before the network."""
+        idle = not self._in_flight
+        finite = outgoing is not None or not idle or self._refused
+        mine = _Told(self.samples, self._seconds, idle, finite, self._refused)
+        row = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        rows = torch.empty(self._group.size() * len(mine), dtype=torch.float64, device=self._device)
+        dist.all_gather_into_tensor(rows, row, group=self._group)
+        return [_Told(r[0], r[1], *(bool(flag) for flag in r[2:])) for r in rows.view(-1, len(mine)).tolist()]
+
+    def _send(self, told: list[_Told], outgoing: Outgoing | None) -> int | None:
+        """Begin to push, if all ranks can; the update's sequence."""
+        if any(t.refused for t in told) or not all(t.finite for t in told):
+            if not self._refused and not any(t.refused for t in told):
+                _log.error(DIVERGED, self._node, self.version)
+            self._refused = True
+            self._progress_is_settled()
+            return None
+        if not all(t.idle for t in told):
+            return None
+        if sum(t.samples for t in told) <= 0:
+            raise ConfigError("no samples were counted since the last boundary: call model.count_samples(n) once a batch")
+        assert outgoing is not None
+        self._sequence += 1
+        if self._courier is not None and self._exchange.intervals:
+            self._in_flight = True
+            self._courier.push(self._parcel(told, outgoing.payload))
+        self._exchange.commit(outgoing)
+        self._progress_is_settled()
+        return self._sequence
+
+    def _parcel(self, told: list[_Told], payload: memoryview) -> Parcel:
+        """This rank's stream; the header is the same on all. Samples of ranks without a slice go with the first that has one."""
+        rank = self._group.rank()
+        samples = told[rank].samples
+        if rank == self._pushers[0]:
+            samples += sum(t.samples for r, t in enumerate(told) if r not in self._pushers)
+        header = self._header(Kind.DELTA, self._codec.spec, steps=self._steps, seconds=told[0].seconds)
+        return Parcel(header=header, intervals=self._exchange.intervals, samples=samples, payload=payload)
+
+    def _header(self, kind: Kind, codec: str, **measured: Any) -> UpdateHeader:
+        return UpdateHeader(
+            update_id=UpdateId(self._node, self._incarnation, self._sequence),
+            kind=kind,
+            tier=self._member.tier,
+            base_version=self.version,
+            codec=codec,
+            layout=self.layout.fingerprint,
+            layout_spec=self.layout.to_json() if kind is Kind.INIT else b"",
+            **measured,
+        )
+
+    def _progress_is_settled(self) -> None:
+        """It was sent or dropped: what is counted next belongs to the next update."""
+        self.samples, self._steps, self._seconds = 0.0, 0, 0.0
+
+    def _take_receipt(self) -> None:
+        """Learn the fate of the last parcel, if it is known."""
+        receipt = self._courier.take_receipt() if self._courier is not None else None
+        if receipt is None:
+            return
+        self._in_flight = False
+        if receipt.state is not State.REFUSED or receipt.reason in (Reason.INIT_TAKEN.value, Reason.FINISHED.value):
+            return
+        if self._group.rank() == self._pushers[0]:
+            _log.warning("update %s was refused (%s): %s", receipt.update_id, receipt.reason, receipt.message)
+        self._exchange.restore_residual()
+        self._refused = True
+
+    # ---- orders ------------------------------------------------------------------------------------------------------------
+
+    def _follow(self, given: Iterator[Order] | None) -> None:
+        """Carry out the orders of one exchange: rank 0 gives them (``given``), the others read them."""
+        exchange, places = self._exchanges, 0
+        self._exchanges += 1
+        while True:
+            if given is not None:
+                order = next(given)
+                self._rendezvous.give(exchange, places, order)
+            else:
+                order = self._rendezvous.await_order(exchange, places)
+            places += 1
+            self._carry_out(order)
+            if order.do == "go":
+                break
+        if given is not None and exchange > 0:  # a collective since then: all ranks have read the orders before these
+            self._rendezvous.forget(exchange - 1, self._places)
+        self._places = places
+
+    def _carry_out(self, order: Order) -> None:
+        match order.do:
+            case "init":
+                self._push_init(order.number)
+            case "pull":
+                self._take_receipt()
+                if self._courier is not None:
+                    self._courier.pull(Errand(number=order.number, version=order.version, landing=self._exchange.landing))
+            case "adopt":
+                self._adopt(order)
+            case "go" if order.finished:
+                self._finish(order.finished)
+            case "fail":
+                self.close()
+                raise Refused(Reason(order.reason), order.message) if order.reason else FleetError(order.message)
+
+    def _push_init(self, sequence: int) -> None:
+        self._sequence = sequence
+        if self._courier is not None and self._exchange.intervals:
+            self._in_flight = True
+            header = self._header(Kind.INIT, "float32")
+            payload = self._exchange.initial()
+            self._courier.push(Parcel(header=header, intervals=self._exchange.intervals, samples=1.0, payload=payload))
+
+    def _adopt(self, order: Order) -> None:
+        landed = self._courier.take_landed() if self._courier is not None else None
+        data = torch.empty(0, dtype=torch.uint8) if landed is None else landed.data
+        self._exchange.adopt(order.codec, data)
+        self.version = order.version
+        if self._refused:
+            self._refused = False
+            self._progress_is_settled()
+
+    def _finish(self, reason: str) -> None:
+        """The run is over: leave, so that the coordinator need not wait for us."""
+        if self._group.rank() == 0:
+            _log.info("the run is finished (%s) at version %d; training goes on without the fleet", reason, self.version)
+        self.finished = reason
+        self.close()
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """This rank's part of a checkpoint: where it stands between versions."""
+        exchange = self._exchange
+        return {
+            "version": self.version,
+            "intervals": [list(i) for i in exchange.intervals],
+            "anchor": [a.cpu() for a in exchange.anchor],
+            "residual": [None if r is None else r.cpu() for r in exchange.residual],
+            "samples": self.samples,
+            "steps": self._steps,
+            "seconds": self._seconds,
+            "count": self.counter.count,
+            "boundaries": self.boundaries,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state`` when ``start`` is called; raises ``ConfigError`` after that."""
+        if self.started:
+            raise ConfigError("load a checkpoint before the first training step: the site has taken up weights already")
+        self._restored = state
+        self.counter.restart(int(state["count"]))
+        self.boundaries = int(state["boundaries"])
