@@ -232,8 +232,9 @@ def _shape(header: UpdateHeader) -> tuple[Any, ...]:
 
 def _sum_of_squares(values: np.ndarray[Any, np.dtype[np.float32]]) -> float:
     """Finite if and only if every value is. One float32 pass, which is exact enough for a bound; float64 if that overflows."""
-    squared = float(np.dot(values, values))
-    if math.isfinite(squared):
-        return squared
-    exact = values.astype(np.float64)
-    return float(np.dot(exact, exact))
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is what is looked for
+        squared = float(np.dot(values, values))
+        if math.isfinite(squared):
+            return squared
+        exact = values.astype(np.float64)
+        return float(np.dot(exact, exact))
