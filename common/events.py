@@ -186,7 +186,7 @@ class Term:
     update_id: UpdateId
     row: int  # 0, or the group's index in a partial
     coefficient: float  # of the parameters; the outer gradient is sum(coefficient * u)
-    buffer_coefficient: float  # of the buffers; they sum to one over the terms that carry buffers (all 0: none does)
+    buffer_coefficient: float  # of the buffers, whose mean is sum(buffer_coefficient * b) (all 0: no term carries buffers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

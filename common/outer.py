@@ -87,8 +87,8 @@ class OuterOptimizer:
         """Take one step with three elements: are the options good, and what state does the optimizer keep?"""
         if switches := sorted(set(NOT_OPTIONS) & set(self._options)):
             raise ConfigError(f"outer.options: {', '.join(switches)} cannot be set; give {self.name}'s hyperparameters only")
-        parameter = torch.zeros(3, requires_grad=True)
-        parameter.grad = torch.ones(3)
+        parameter = torch.zeros(3, dtype=torch.float32, requires_grad=True)
+        parameter.grad = torch.ones_like(parameter)
         try:
             optimizer = self._class([parameter], foreach=False, **self._options)  # type: ignore[call-arg]
             optimizer.step()

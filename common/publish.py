@@ -69,8 +69,9 @@ class Publisher:
         """Make the version that ``decision`` describes; from its journaling on the bytes are fixed."""
         self._journal.decide(decision)
         with self._journal.read_version(decision.version - 1) as reader:
-            step = _Step(VersionFile(reader), self._outer, decision.terms, self._operands(decision))
-            layout = step.layout
+            previous = VersionFile(reader)
+            layout = previous.head.layout
+            step = _Step(previous, self._outer, decision.terms, self._operands(decision, layout))
             with self._draft(decision.version) as file:
                 writer = VersionWriter(
                     file, layout, self._codec, optimizer=self._outer.name, slots=self._outer.slots, scalars=self._outer.scalars
@@ -114,14 +115,11 @@ class Publisher:
             try:
                 yield file
             except Refused as error:
-                raise ConfigError(
-                    f"version {number} would hold weights that are not finite ({error.message}): training diverged; "
-                    "set limits.max_norm, or lower the learning rate of outer.options"
-                ) from error
+                diverged = "training diverged; set limits.max_norm, or lower the learning rate in outer.options"
+                cure = diverged if number else "the fleet needs another model to start from"
+                raise ConfigError(f"version {number} would hold weights that are not finite ({error.message}): {cure}") from error
 
-    def _operands(self, decision: Decision) -> Callable[[Term], Operand]:
-        layout = self._journal.layout()
-        assert layout is not None  # there is a version to step from
+    def _operands(self, decision: Decision, layout: Layout) -> Callable[[Term], Operand]:
         operands = {update_id: self._operand(self._journal.update(update_id), layout) for update_id in decision.ids}
         return lambda term: operands[term.update_id]
 
@@ -147,15 +145,15 @@ class _Step:
     ) -> None:
         self._previous, self._outer, self._terms, self._operand = previous, outer, terms, operand
         head = previous.head
-        self.layout = head.layout
+        self._layout = head.layout
         # Another optimizer than the last one starts afresh, as do other options that keep other state.
         kept = (head.optimizer, set(head.slots), set(head.scalars))
         self._resumed = kept == (outer.name, set(outer.slots), set(outer.scalars))
         self.scalars: dict[str, float] = {}
-        size = min(BLOCK_ELEMENTS, self.layout.elements)
+        size = min(BLOCK_ELEMENTS, self._layout.elements)
         self._sum, self._product = (torch.empty(size, dtype=torch.float64) for _ in range(2))
-        self._weights, self._merged = (torch.empty(size) for _ in range(2))
-        self._state = {slot: torch.empty(size) for slot in outer.slots}
+        self._weights, self._merged = (torch.empty(size, dtype=torch.float32) for _ in range(2))
+        self._state = {slot: torch.empty(size, dtype=torch.float32) for slot in outer.slots}
 
     def parameters(self, interval: Interval) -> tuple[Tensor, dict[str, Tensor]]:
         """The next exact weights of a block, and the optimizer's state vectors."""
@@ -177,7 +175,7 @@ class _Step:
 
     def _mean(self, interval: Interval) -> Tensor:
         n = interval[1] - interval[0]
-        weighted_sum(self._operand, self._terms, self.layout, interval, out=self._sum[:n], product=self._product[:n])
+        weighted_sum(self._operand, self._terms, self._layout, interval, out=self._sum[:n], product=self._product[:n])
         return self._merged[:n].copy_(self._sum[:n])
 
 
@@ -199,7 +197,7 @@ def save_init(module: nn.Module, path: str | Path, *, buffers: Buffers = "averag
 
 def _copy(weights: Weights, writer: VersionWriter, layout: Layout) -> int:
     """Write version 0; returns the payload's CRC32C."""
-    block = torch.empty(min(BLOCK_ELEMENTS, layout.elements))
+    block = torch.empty(min(BLOCK_ELEMENTS, layout.elements), dtype=torch.float32)
     for start, stop in blocks(0, layout.parameters):
         writer.parameters((start, stop), weights((start, stop), block[: stop - start]), {})
     for start, stop in _buffer_blocks(layout):

@@ -40,8 +40,8 @@ _NAMED = {"float32": "F32", "bfloat16": "BF16"}  # codecs whose bytes are a plai
 _SCALAR_CHARACTERS = 32  # room in the header for one scalar, which is known only after the step
 _MAX_HEADER = 100_000_000  # as safetensors has it
 
+BLOCK_ELEMENTS = 2**19  # worked on at a time, whatever the size of the model: it stays in the cache; a multiple of ``BLOCK``
 
-BLOCK_ELEMENTS = 2**20  # worked on at a time, whatever the size of the model; a multiple of a codec's block
 
 def blocks(start: int, stop: int) -> Iterator[Interval]:
     """Cut the elements [start, stop) into intervals of at most ``BLOCK_ELEMENTS``."""
@@ -129,6 +129,7 @@ class VersionWriter:
         self._map = _Map(layout, codec, slots)
         self._optimizer, self._slots = optimizer, tuple(slots)
         self._digest, self._next = 0, self._map.payload[0]
+        # The header comes first in the file and is known last: its room is set aside.
         blank = self._header(number=2**63, updates=2**63, scalars=dict.fromkeys(scalars, 0.0))
         self._data = 8 + len(blank) + -len(blank) % 8 + _SCALAR_CHARACTERS * len(scalars)
         self._write(bytes(self._map.payload[0]), 0)
@@ -190,7 +191,7 @@ class VersionWriter:
 
 
 class VersionFile:
-    """Reads a version file. Raises ``StorageError`` if it is none."""
+    """Reads a version file through ``file``, which stays the caller's to close. Raises ``StorageError`` if it is none."""
 
     def __init__(self, file: Readable) -> None:
         self._file = file
@@ -206,11 +207,6 @@ class VersionFile:
         except (ValueError, KeyError, AttributeError, TypeError, OSError, Refused) as error:
             raise StorageError(f"not a version file of FleetDDP: {error}") from error
         self._data = 8 + size
-
-    @property
-    def payload(self) -> Interval:
-        """Where in the file the published payload lies, in bytes."""
-        return self._data + self._map.payload[0], self._data + self._map.payload[1]
 
     @property
     def size(self) -> int:

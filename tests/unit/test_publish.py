@@ -467,6 +467,12 @@ def test_weights_that_would_not_be_finite_are_not_published(tmp_path: Path) -> N
     assert [v.number for v in fleet.journal.versions()] == [0]
 
 
+def test_first_weights_that_the_published_codec_cannot_hold_are_refused(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, LAYOUT, torch.full((LAYOUT.elements,), 3.4e38), publish="bfloat16")  # beyond bfloat16
+    with pytest.raises(ConfigError, match=r"version 0 would hold weights that are not finite .*another model"):
+        fleet.found()
+
+
 def test_a_layout_without_buffers(tmp_path: Path, published: str) -> None:
     layout = Layout.of([("w", (1537,))])
     fleet = Fleet(tmp_path, layout, vector(layout, 1), publish=published)
