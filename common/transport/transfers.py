@@ -17,10 +17,9 @@ from fleetddp.common.events import ByteRange
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry
 from fleetddp.common.transport import Sink, wire
+from fleetddp.common.transport.limits import CHUNK_BYTES
 from fleetddp.common.update import Kind, Receipt, Slice, UpdateHeader, Version
 from fleetddp.protos import fleet_pb2 as pb
-
-CHUNK_BYTES = 512 * 1024  # pushed at once, at most; the last of a section is shorter
 
 
 class Transfer(Protocol):
@@ -119,7 +118,7 @@ class PullTransfer:
 
     def _deliver(self, offset: int, crc: int, data: bytes) -> None:
         start, stop = next(iter(skip(self._ranges, self.done)))
-        if offset != start or not 0 < len(data) <= stop - start:
+        if offset != start or len(data) > stop - start:
             raise Refused(Reason.OUT_OF_ORDER, f"bytes [{offset}, {offset + len(data)}) came where [{start}, {stop}) are due")
         if google_crc32c.value(data) != crc:
             raise Refused(Reason.BAD_CHECKSUM, f"bytes [{offset}, {offset + len(data)}) of version {self.version}")
