@@ -233,8 +233,8 @@ class Layout:
     def _tensors(self, module: nn.Module) -> list[Tensor]:
         """The module's tensors in layout order."""
         module = unwrap(module)
-        named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        named.update(module.named_buffers(remove_duplicate=False))
+        named: dict[str, Tensor] = dict(module.named_parameters())
+        named.update(module.named_buffers())
         found = []
         for spec in self.tensors:
             tensor = named.get(spec.name)

@@ -229,4 +229,16 @@ def test_bytes_need_not_be_aligned(spec: str) -> None:
         store = torch.zeros(len(data) + shift, dtype=torch.uint8)
         store[shift:] = data
         assert torch.equal(codec.decode(store[shift:], 700), codec.decode(data, 700))
-        assert torch.equal(codec.decode(torch.from_numpy(store.numpy()[shift:]), 700), codec.decode(data, 700))
+        elsewhere = codec.decode(torch.from_numpy(store.numpy()[shift:]), 700)
+        assert torch.equal(elsewhere, codec.decode(data, 700))
+        assert elsewhere.data_ptr() % 4 == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("spec", ALL)
+def test_a_gpu_writes_and_reads_the_same_bytes(spec: str) -> None:
+    codec = codecs.get(spec)
+    x = torch.randn(512 * 600 + 77, generator=torch.Generator().manual_seed(2))
+    data = codec.encode(x)
+    assert torch.equal(codec.encode(x.cuda()).cpu(), data)
+    assert torch.equal(codec.decode(data.cuda(), len(x)).cpu(), codec.decode(data, len(x)))
