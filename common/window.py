@@ -219,6 +219,8 @@ def _sentence(why: Why, counts: Counts, policy: WindowPolicy) -> str:
         return f"quorum with {have}: waiting at most {counts.grace_s:.3g} s for {counts.outstanding} on their way"
     if why is Why.ALL_IN:
         return f"quorum with {have}: nobody else is on the way"
+    if why is Why.GRACE_OVER and counts.grace_s == 0:
+        return f"quorum with {have}"
     if why is Why.GRACE_OVER:
         return f"quorum with {have}: the grace of {counts.grace_s:.3g} s is over, {counts.outstanding} still on their way"
     if why is Why.DEADLINE:

@@ -1,4 +1,4 @@
-"""Drives an aggregator by hand, without a journal or a transport: what a driver would do, done at once or when the test says so."""
+"""Drives an aggregator by hand, without a journal or a transport: does what a driver would, at once or when the test says so."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from fleetddp.common.update import (
     Kind,
     Receipt,
     Slice,
-    State,
     Tier,
     Update,
     UpdateHeader,
@@ -205,20 +204,3 @@ def init(update_id: UpdateId, **fields: Any) -> UpdateHeader:
 def durable(head: UpdateHeader, samples: float = 10.0) -> Update:
     """An accepted update as a journal gives it back."""
     return Update(header=head, samples=samples, squared_norm=1.0, payload_bytes=100, slices=(part(samples),))
-
-
-__all__ = [
-    "INTERVALS",
-    "LAYOUT",
-    "State",
-    "Steered",
-    "durable",
-    "fleet",
-    "founded",
-    "header",
-    "init",
-    "part",
-    "partial",
-    "uid",
-    "version",
-]
