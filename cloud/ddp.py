@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -23,6 +23,7 @@ from fleetddp.cloud.roster import Member
 from fleetddp.cloud.site import Site
 from fleetddp.common.config import FleetConfig, NodeName, SecurityConfig, SiteConfig, parse
 from fleetddp.common.errors import ConfigError
+from fleetddp.common.task import samples_in
 from fleetddp.common.transport import Parent
 from fleetddp.common.update import NO_VERSION, Tier
 
@@ -190,15 +191,11 @@ def _part(site: Site, handle: Any) -> None:
 
 
 def _batch_size(inputs: Any, kwargs: Mapping[str, Any]) -> int:
-    """First dimension of the first tensor among a forward's arguments, however they are nested."""
-    for value in (*inputs, *kwargs.values()):
-        if isinstance(value, Tensor):
-            return value.shape[0] if value.dim() else 1
-        if isinstance(value, (list, tuple)) and (n := _batch_size(value, {})):
-            return n
-        if isinstance(value, Mapping) and (n := _batch_size((), value)):
-            return n
-    return 0
+    """Of the first tensor among a forward's arguments; 0 when there is none (a boundary without samples is an error)."""
+    try:
+        return samples_in((inputs, kwargs))
+    except ConfigError:
+        return 0
 
 
 def _node(site: str | None) -> str:

@@ -34,6 +34,7 @@ class Lead:
         self.session = session
         self._parent, self._rendezvous, self._courier = parent, rendezvous, courier
         self._pushers, self._carriers = pushers, carriers
+        self._run = ""
         self._base = NO_VERSION
         self._in_flight: int | None = None  # sequence of the update that ranks are pushing
         self._pulling: Order | None = None
@@ -41,11 +42,19 @@ class Lead:
         self._pulls = 0
         self._finished_at: float | None = None
 
-    def opening(self, layout: Layout, codec: str, tier: Tier, base: int) -> Iterator[Order]:
-        """Found the fleet if it has no weights yet, or else adopt its newest version unless the site holds it (``base``)."""
+    def opening(self, layout: Layout, codec: str, tier: Tier, base: int, run: str) -> Iterator[Order]:
+        """Found the fleet if it has no weights yet, or else adopt its newest version unless the site holds it.
+
+        ``base`` and ``run``: the version that the site resumes from and the run it is of, or ``NO_VERSION`` and empty.
+        """
         try:
             joined = self._await_joined()
-            self._check(joined, layout, codec, base)
+            self._run = joined.run
+            self._check(joined, layout, codec)
+            if run not in ("", joined.run):
+                raise Refused(Reason.WRONG_RUN, f"the checkpoint is of run {run!r}, the coordinator's run is {joined.run!r}")
+            if NO_VERSION < joined.version < base:
+                raise Refused(Reason.FUTURE_BASE, f"the checkpoint is of version {base}, run {run!r} is at {joined.version}")
             self._base = min(base, joined.version)
             if joined.wants_init and tier is Tier.SITE:
                 yield Order(do="init", number=FIRST)
@@ -134,7 +143,7 @@ class Lead:
         return not busy or time.monotonic() - self._finished_at > FAREWELL_S
 
     def _go(self) -> Order:
-        return Order(do="go", finished=self.session.finished)
+        return Order(do="go", run=self._run, finished=self.session.finished)
 
     def _raise_failure(self) -> None:
         if self.session.failure is not None:
@@ -153,15 +162,13 @@ class Lead:
             _log.warning("no coordinator has answered for %.0f s; the site goes on waiting", waited)
         return joined
 
-    def _check(self, joined: Joined, layout: Layout, codec: str, base: int) -> None:
+    def _check(self, joined: Joined, layout: Layout, codec: str) -> None:
         """Raise what would make every update of this site be refused."""
         if joined.layout and joined.layout != layout.fingerprint:
             difference = self._fleets_layout().first_difference(layout)
             raise LayoutMismatch(f"this model is not that of run {joined.run!r}: {difference}")
         if codec.split(":")[0] not in {known.split(":")[0] for known in joined.codecs}:
             raise Refused(Reason.UNKNOWN_CODEC, f"run {joined.run!r} takes {', '.join(joined.codecs)}; this site sends {codec}")
-        if NO_VERSION < joined.version < base:
-            raise Refused(Reason.FUTURE_BASE, f"the checkpoint is of version {base}, run {joined.run!r} is at {joined.version}")
 
     def _fleets_layout(self) -> Layout:
         for _ in polls(1.0):

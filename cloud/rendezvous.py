@@ -31,6 +31,7 @@ class Order:
     version: int = NO_VERSION
     number: int = 0  # of an init: its sequence; of a pull: tells it from a repeated one
     codec: str = ""  # of adopt: what the version is published in
+    run: str = ""  # of go: the run that the site is in
     finished: str = ""
     reason: str = ""  # of fail: a Reason's value, if the parent refused
     message: str = ""

@@ -7,12 +7,12 @@ import re
 import socket
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from fleetddp.cloud.collective import tell_all
 from fleetddp.common.config import SiteConfig
 from fleetddp.common.errors import ConfigError
 from fleetddp.common.transport import Parent
@@ -39,9 +39,7 @@ class Roster(NamedTuple):
 def muster(member: Member, config: SiteConfig, group: dist.ProcessGroup, device: torch.device) -> Roster:
     """Agree; a collective. Raises ``ConfigError``, on all ranks, where their settings differ."""
     card = (member.node or _own_name(), time.time_ns() // 1000, _machine(), member.tier.value, config.model_dump_json())
-    cards: list[Any] = [None] * group.size()
-    with _current(device):
-        dist.all_gather_object(cards, card, group=group)
+    cards = tell_all(card, group, device)
     node, incarnation, _, *settings = cards[0]
     for rank, (_, _, _, *theirs) in enumerate(cards):
         if theirs != settings:
@@ -67,8 +65,3 @@ def _own_name() -> str:
 def _machine() -> str:
     """The machine this rank runs on, as torchrun numbers them."""
     return os.environ.get("GROUP_RANK", socket.gethostname())
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Collectives of objects use the current GPU, which a script need not have set."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

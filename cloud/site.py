@@ -87,6 +87,7 @@ class Site:
     ) -> None:
         self.version = NO_VERSION  # the one adopted last
         self.finished = ""
+        self._run = member.run
         self.started = False
         self.boundaries = 0
         self.samples = 0.0  # seen by this rank since the last update
@@ -97,7 +98,7 @@ class Site:
         self._deferred = deferred
         self._codec = get(config.codec)
         self._pid = os.getpid()
-        self._restored: Mapping[str, Any] | None = None
+        self._restored: tuple[Mapping[str, Any], Mapping[str, Any] | None] | None = None
         self._session: Session | None = None  # rank 0's
         self._lead: Lead | None = None  # rank 0's
         self._courier: Courier | None = None
@@ -162,10 +163,10 @@ class Site:
             self._courier = Courier(parent, self._rendezvous.clone())
             if rank == 0:
                 self._lead = self._appoint(parent, self._courier, carriers=len(roster.carriers))
-        base = NO_VERSION if self._restored is None else int(self._restored["version"])
+        base, run = (NO_VERSION, "") if self._restored is None else (self._restored[0]["version"], self._restored[0]["run"])
         self._exchange.share_buffers()
         lead = self._lead
-        self._follow(lead.opening(self.layout, self._codec.spec, self._member.tier, base) if lead else None)
+        self._follow(lead.opening(self.layout, self._codec.spec, self._member.tier, base, run) if lead else None)
         self._take_up(base)
         self._trained_since = time.monotonic()
 
@@ -184,17 +185,23 @@ class Site:
 
     def _take_up(self, base: int) -> None:
         """After the first orders: go on from a checkpoint's place, if the fleet is still where it was."""
-        state, self._restored = self._restored, None
-        if state is None:
+        if self._restored is None:
             return
+        (alike, own), self._restored = self._restored, None
         exchange = self._exchange
-        whole = [list(i) for i in exchange.intervals] == state["intervals"]
-        if whole and state["residual"]:
-            exchange.residual = [None if r is None else r.to(self._device) for r in state["residual"]]
-        if self.version == NO_VERSION:  # nothing was adopted: the newest version is the checkpoint's
-            self.version = base
-            exchange.anchor = [a.to(self._device) for a in state["anchor"]] if whole else exchange.read()
-            self.samples, self._steps, self._seconds = state["samples"], state["steps"], state["seconds"]
+        if own is not None and own["intervals"] != [list(i) for i in exchange.intervals]:
+            _log.warning("the site has another number of ranks than its checkpoint: the residual of the codec is lost")
+            own = None
+        if own is not None:
+            exchange.residual = [None if r is None else r.to(self._device) for r in own["residual"]]
+        if self.version != NO_VERSION:  # a newer version than the checkpoint's was adopted
+            return
+        self.version, self._steps = base, int(alike["steps"])
+        if own is None:
+            exchange.anchor = exchange.read()
+        else:
+            exchange.anchor = [a.to(self._device) for a in own["anchor"]]
+            self.samples, self._seconds = own["samples"], own["seconds"]
 
     # ---- a boundary -----------------------------------------------------------------------------------------------------------
 
@@ -219,9 +226,9 @@ class Site:
         finite = outgoing is not None or not idle or self._refused
         mine = _Told(self.samples, self._seconds, idle, finite, self._refused)
         row = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        rows = torch.empty(self._group.size() * len(mine), dtype=torch.float64, device=self._device)
-        dist.all_gather_into_tensor(rows, row, group=self._group)
-        return [_Told(r[0], r[1], *(bool(flag) for flag in r[2:])) for r in rows.view(-1, len(mine)).tolist()]
+        rows = [torch.empty_like(row) for _ in range(self._group.size())]
+        dist.all_gather(rows, row, group=self._group)
+        return [_Told(r[0], r[1], *(bool(flag) for flag in r[2:])) for r in torch.stack(rows).tolist()]
 
     def _send(self, told: list[_Told], outgoing: Outgoing | None) -> int | None:
         """Begin to push, if all ranks can; the update's sequence."""
@@ -312,8 +319,10 @@ class Site:
                     self._courier.pull(Errand(number=order.number, version=order.version, landing=self._exchange.landing))
             case "adopt":
                 self._adopt(order)
-            case "go" if order.finished:
-                self._finish(order.finished)
+            case "go":
+                self._run = order.run
+                if order.finished:
+                    self._finish(order.finished)
             case "fail":
                 self.close()
                 raise Refused(Reason(order.reason), order.message) if order.reason else FleetError(order.message)
@@ -344,25 +353,29 @@ class Site:
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        """This rank's part of a checkpoint: where it stands between versions."""
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Where it stands between versions, for a checkpoint: what is alike on all ranks, and this rank's own."""
         exchange = self._exchange
-        return {
+        alike = {
             "version": self.version,
+            "boundaries": self.boundaries,
+            "count": self.counter.count,
+            "steps": self._steps,
+            "run": self._run,
+        }
+        own = {
             "intervals": [list(i) for i in exchange.intervals],
             "anchor": [a.cpu() for a in exchange.anchor],
             "residual": [None if r is None else r.cpu() for r in exchange.residual],
             "samples": self.samples,
-            "steps": self._steps,
             "seconds": self._seconds,
-            "count": self.counter.count,
-            "boundaries": self.boundaries,
         }
+        return alike, own
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state`` when ``start`` is called; raises ``ConfigError`` after that."""
+    def restore(self, alike: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Go on from there when ``start`` is called; raises ``ConfigError`` after that."""
         if self.started:
             raise ConfigError("load a checkpoint before the first training step: the site has taken up weights already")
-        self._restored = state
-        self.counter.restart(int(state["count"]))
-        self.boundaries = int(state["boundaries"])
+        self._restored = (alike, own)
+        self.counter.restart(int(alike["count"]))
+        self.boundaries = int(alike["boundaries"])

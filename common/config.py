@@ -231,6 +231,7 @@ class SiteConfig(Section):
     checkpoint_every: PositiveInt = 1  # boundaries
     epochs: PositiveInt = 1_000_000
     batch_size: PositiveInt = 32
+    workers: Annotated[int, Field(ge=0)] = 0  # DataLoader processes of each rank
     buffers: Literal["average", "local"] = "average"
 
 

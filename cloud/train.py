@@ -1,0 +1,191 @@
+"""Train a ``Task`` as a site: ``torchrun -m fleetddp.cloud.train fleet.yaml``.
+
+The fleet file names the task and the coordinator; ``FLEETDDP_NODE`` names the site. Each rank trains on its part of the
+task's data, each epoch in an order of its own; rank 0 evaluates each version that the site adopts and reports the metrics. With
+``site.checkpoint`` a restarted site goes on where it was. Exit codes: 0 the run or the epochs have ended; 1 failed; 2 a setting.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sized
+from functools import reduce
+from itertools import islice
+from typing import Any, cast
+
+import google_crc32c
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from fleetddp.cloud.checkpoint import Checkpoint
+from fleetddp.cloud.collective import tell_all
+from fleetddp.cloud.ddp import FleetDDP
+from fleetddp.cloud.sampler import EpochSampler
+from fleetddp.common.config import FleetConfig, SecurityConfig, load
+from fleetddp.common.errors import ConfigError, FleetError
+from fleetddp.common.layout import unwrap
+from fleetddp.common.task import Task, samples_in, to_device
+from fleetddp.common.task import load as load_task
+from fleetddp.common.telemetry import log_to_terminal
+
+PROBE = 64  # samples of each rank that are compared with the other ranks'
+SHARED = 0.1  # of them may be found on another rank: real data holds a few samples twice
+
+_log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """One rank's training: the model, the data and where they stand."""
+
+    def __init__(self, config: FleetConfig, device: torch.device) -> None:
+        if config.task is None:
+            raise ConfigError("task: the fleet file names no task; give task.target: package.module:Class")
+        self._config, self._device = config, device
+        self._task: Task = load_task(config.task)
+        site = config.site
+        rank, world = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(config.seed)  # equal first weights, should this site found the run twice
+        self.model = FleetDDP(
+            self._task.model().to(device),
+            device_ids=[device] if device.type == "cuda" else None,
+            coordinator=os.environ.get("FLEETDDP_COORDINATOR", config.coordinator.address),
+            sync_every=site.sync_every,
+            codec=site.codec,
+            uplink=site.uplink,
+            wait_s=site.wait_s,
+            buffers=site.buffers,
+            run=config.run,
+            security=None if config.security == SecurityConfig() else config.security,
+        )
+        self._optimizer: Optimizer = self._task.optimizer(self.model.parameters())
+        data = self._task.data(os.environ.get("FLEETDDP_NODE", ""), rank, world)
+        sizes = tell_all(_size(data), self.model.process_group, device)
+        if min(sizes) == 0:
+            raise ConfigError(f"task: rank {sizes.index(0)} of {world} has no training data")
+        self._batches = -(-min(sizes) // site.batch_size)  # every rank makes the same number of steps
+        self._warn_of_shared_samples(data)
+        self._sampler = EpochSampler(len(cast(Sized, data)), site.batch_size, config.seed)
+        self._loader: DataLoader[Any] = DataLoader(
+            data,
+            batch_size=site.batch_size,
+            sampler=self._sampler,
+            num_workers=site.workers,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator().manual_seed(config.seed),  # a resume in mid-epoch draws nothing from the global one
+        )
+        self._checkpoint: Checkpoint | None = None
+        torch.manual_seed(config.seed + 1 + rank)
+        if site.checkpoint is not None:
+            self._checkpoint = Checkpoint(site.checkpoint, self.model, optimizer=self._optimizer, sampler=self._sampler)
+            self._checkpoint.load()
+        self._boundaries, self._version = self.model.boundaries, self.model.version
+
+    def run(self) -> None:
+        """Train until the fleet's run is finished, or the epochs are over."""
+        self.model.start()
+        for batch in self._all_batches():
+            self.model.count_samples(samples_in(batch))
+            loss = self._task.loss(self.model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self._sampler.advance()
+            if self.model.boundaries != self._boundaries:
+                self._after_boundary(loss)
+            if self.model.finished:
+                break
+        self.model.close()
+
+    def _all_batches(self) -> Iterator[Any]:
+        for epoch in range(self._sampler.epoch, self._config.site.epochs):
+            if epoch != self._sampler.epoch:
+                self._sampler.set_epoch(epoch)
+            self.model.train()  # type: ignore[no-untyped-call]
+            for batch in islice(self._loader, self._batches - self._sampler.batches):
+                yield to_device(batch, self._device)
+
+    def _after_boundary(self, loss: torch.Tensor) -> None:
+        self._boundaries = self.model.boundaries
+        if self.model.version != self._version:
+            self._version = self.model.version
+            if dist.get_rank() == 0:
+                self._evaluate(float(loss.detach()))
+        if self._checkpoint is not None and self._boundaries % self._config.site.checkpoint_every == 0:
+            self._checkpoint.save()
+
+    def _evaluate(self, loss: float) -> None:
+        metrics = dict(self._task.evaluate(unwrap(self.model)))
+        self.model.train()  # type: ignore[no-untyped-call]
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        _log.info("version %d, epoch %d: loss %.4f%s", self._version, self._sampler.epoch, loss, f", {shown}" if shown else "")
+        if metrics:
+            self.model.report(metrics)
+
+    def _warn_of_shared_samples(self, data: Dataset[Any]) -> None:
+        """Ranks that train on the same samples do each other's work again."""
+        mine = {_fingerprint(data[i]) for i in range(min(_size(data), PROBE))}
+        everyone = tell_all(mine, self.model.process_group, self._device)
+        for rank, theirs in enumerate(everyone[: dist.get_rank()]):
+            if len(mine & theirs) > SHARED * len(mine):
+                _log.warning(
+                    "ranks %d and %d see the same samples (%d of the first %d): Task.data(member, index, count) should return "
+                    "part index of count, for instance by fleetddp.common.task.part",
+                    rank,
+                    dist.get_rank(),
+                    len(mine & theirs),
+                    len(mine),
+                )
+
+
+def _size(data: Dataset[Any]) -> int:
+    if not isinstance(data, Sized):
+        raise ConfigError(f"task: data() returned a {type(data).__name__} without a length; a map-style dataset is due")
+    return len(data)
+
+
+def _fingerprint(sample: Any, digest: int = 0) -> int:
+    """A checksum of everything in a sample, however it is nested."""
+    if isinstance(sample, torch.Tensor):
+        sample = sample.detach().cpu().numpy()
+    if isinstance(sample, np.ndarray):
+        return int(google_crc32c.extend(digest, sample.tobytes()))
+    if isinstance(sample, Mapping):
+        sample = list(sample.values())
+    if isinstance(sample, (list, tuple)):
+        return reduce(lambda so_far, part: _fingerprint(part, so_far), sample, digest)
+    return int(google_crc32c.extend(digest, repr(sample).encode()))
+
+
+def main(arguments: list[str]) -> int:
+    """Run one rank; returns the exit code."""
+    log_to_terminal()
+    if len(arguments) != 1:
+        print("usage: torchrun [...] -m fleetddp.cloud.train FLEET.YAML", file=sys.stderr)
+        return 2
+    try:
+        config = load(arguments[0])
+        on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+        try:
+            Trainer(config, device).run()
+        finally:
+            dist.destroy_process_group()
+    except ConfigError as error:
+        _log.error("%s", error)
+        return 2
+    except FleetError as error:
+        _log.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
