@@ -1,9 +1,9 @@
 """What became of each update: enough to answer a repeat, in bounded memory.
 
-Accepted updates are remembered until they are settled. Of the settled ones the newest are remembered by id; of the older
-ones a high-water mark for each (node, incarnation) is kept, the largest sequence accepted or merged: a member offers its
-updates in sequence order, so that anything at or below the mark has been settled. A partial stands for its leaf updates: a
-leaf id in it counts as accepted or merged with it.
+Accepted updates are remembered until they are settled. Of the settled ones the newest are remembered by id; of those that
+were merged and forgotten, here or by the journal, a high-water mark for each (node, incarnation) is kept, their largest
+sequence: a member offers its updates in sequence order, so that anything at or below the mark has been settled. A partial
+stands for its leaf updates: a leaf id in it counts as accepted or merged with it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,12 @@ class Receipts:
             self._raise_mark(UpdateId(node, incarnation, sequence))
         for update_id, version in sorted(merged.items(), key=lambda item: (item[1], item[0])):
             self._settle(Receipt(update_id=update_id, state=State.MERGED, version=version))
-            self._raise_mark(update_id)
 
     def accept(self, update: Update) -> tuple[Receipt, ...]:
         """Note a durable update; receipts of it and of each leaf update in it."""
         ids = _all_ids(update)
         for update_id in ids:
             self._accepted[update_id] = update
-            self._raise_mark(update_id)
         return tuple(Receipt(update_id=update_id, state=State.ACCEPTED) for update_id in ids)
 
     def merge(self, update_id: UpdateId, version: int) -> tuple[Receipt, ...]:
@@ -88,7 +86,9 @@ class Receipts:
         self._settled.pop(receipt.update_id, None)
         self._settled[receipt.update_id] = receipt
         if len(self._settled) > self._remembered:
-            del self._settled[next(iter(self._settled))]
+            oldest = self._settled.pop(next(iter(self._settled)))
+            if oldest.state is State.MERGED:
+                self._raise_mark(oldest.update_id)
 
     def _raise_mark(self, update_id: UpdateId) -> None:
         marks = self._marks.setdefault(update_id.node, {})
