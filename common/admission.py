@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fleetddp.common.codecs import get
-from fleetddp.common.config import FleetConfig
+from fleetddp.common.config import MAX_NORM, FleetConfig
 from fleetddp.common.errors import Reason, Refused
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry
@@ -162,14 +162,13 @@ def _has_weight(update: Update, standing: Standing) -> None:
 
 
 def _norm_is_bounded(update: Update, standing: Standing) -> None:
-    bound = standing.config.limits.max_norm
-    if bound is None or update.header.kind is Kind.INIT:
-        return
+    # the fleet file's bound is of outer gradients; first weights only have to stay clear of overflow
+    bound = MAX_NORM if update.header.kind is Kind.INIT else standing.config.limits.max_norm
     # row g of a partial is sum(w u): at most samples_g times the bound if each u keeps to it
     scale = math.sqrt(sum(group.samples**2 for group in update.header.groups)) if update.header.groups else 1.0
     norm = math.sqrt(update.squared_norm)
     if not norm <= bound * scale:
-        raise Refused(Reason.NORM_BOUND, f"the norm is {norm:.6g}; limits.max_norm allows {bound * scale:.6g}")
+        raise Refused(Reason.NORM_BOUND, f"the norm is {norm:.6g}; allowed is {bound * scale:.6g} (limits.max_norm)")
 
 
 def _still_in_time(update: Update, standing: Standing) -> None:

@@ -16,6 +16,7 @@ from fleetddp.common.update import Tier
 
 NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+MAX_NORM = 1e18  # of anything merged: far beyond any training, and far from where float32 weights overflow
 
 
 class Section(BaseModel):
@@ -173,7 +174,7 @@ class OuterConfig(Section):
 class LimitsConfig(Section):
     """What an update may be. Anything beyond is refused before it is staged or merged."""
 
-    max_norm: PositiveFloat | None = None  # of the decoded parameters of one update
+    max_norm: Annotated[float, Field(gt=0, le=MAX_NORM)] = MAX_NORM  # of the decoded parameters of one update
     max_samples: PositiveFloat = 1e9  # behind one update
     max_elements: PositiveInt = 2**34
 

@@ -106,7 +106,7 @@ def test_a_gradient_carries_no_buffers() -> None:
     ("samples", "squared_norm", "reason", "words"),
     [
         (0.0, 1.0, Reason.BAD_WEIGHT, "0 samples behind the update"),
-        (10.0, 4.0001, Reason.NORM_BOUND, "limits.max_norm allows 2"),
+        (10.0, 4.0001, Reason.NORM_BOUND, "allowed is 2 (limits.max_norm)"),
         (10.0, math.nan, Reason.NORM_BOUND, "the norm is nan"),
     ],
 )
@@ -137,6 +137,15 @@ def test_the_norm_of_a_partial_is_bounded_as_its_updates_are() -> None:
 def test_first_weights_need_neither_weight_nor_a_small_norm() -> None:
     standing = Standing(config=fleet(limits={"max_norm": 2.0}))
     check_complete(Update(header=init(A), samples=0.0, squared_norm=1e9, payload_bytes=1, slices=()), standing)
+    with pytest.raises(Refused, match=r"NORM_BOUND.*allowed is 1e\+18"):
+        check_complete(Update(header=init(A), samples=0.0, squared_norm=1.1e36, payload_bytes=1, slices=()), standing)
+
+
+def test_without_a_bound_of_its_own_a_fleet_still_refuses_what_could_overflow() -> None:
+    standing = Standing(config=fleet(), version=5, head=5, layout=LAYOUT)
+    check_complete(replace(durable(header(A, base_version=5), samples=1.0), squared_norm=0.9e36), standing)
+    with pytest.raises(Refused, match="NORM_BOUND"):
+        check_complete(replace(durable(header(A, base_version=5), samples=1.0), squared_norm=1.1e36), standing)
 
 
 def test_first_weights_must_be_what_their_header_says() -> None:
