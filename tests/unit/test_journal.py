@@ -112,6 +112,12 @@ def test_a_new_journal_is_empty(journal: Journal) -> None:
     assert journal.versions() == ()
 
 
+def test_sqlite_syncs_every_commit(journal: Journal) -> None:
+    # The crash tests trust SQLite's commits, which holds for these settings only (2: FULL).
+    assert journal._db.execute("PRAGMA synchronous").fetchone() == (2,)
+    assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
 # ---- a run, step by step ---------------------------------------------------------------------------------------------------
 
 
