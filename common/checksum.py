@@ -9,6 +9,14 @@ from __future__ import annotations
 from functools import cache
 
 import google_crc32c
+import numpy as np
+
+from fleetddp.common.files import Data
+
+
+def checksum(data: Data) -> int:
+    """The CRC32C of any buffer, without copying it."""
+    return int(google_crc32c.value(np.frombuffer(data, np.uint8)))
 
 
 def joined(first: int, second: int, size: int) -> int:

@@ -12,14 +12,14 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-import google_crc32c
 import numpy as np
 
-from fleetddp.common.checksum import joined
+from fleetddp.common.checksum import checksum, joined
 from fleetddp.common.codecs import get
 from fleetddp.common.config import LimitsConfig
 from fleetddp.common.errors import Reason, Refused, StorageError
 from fleetddp.common.events import Offer, SliceStaged
+from fleetddp.common.files import Data
 from fleetddp.common.journal import Journal, StagedFile
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry, tensor_over
@@ -83,7 +83,7 @@ class Stream:
             part.owner = self
             self.held = part.held  # bytes, from the slice's beginning, that need not be sent again
 
-    def write(self, offset: int, crc32c: int, data: bytes) -> None:
+    def write(self, offset: int, crc32c: int, data: Data) -> None:
         """Check and keep the next chunk: ``data`` at byte ``offset`` of the payload. Raises ``Refused`` (see the module)."""
         part = self._part
         with part.lock:
@@ -98,7 +98,7 @@ class Stream:
                     Reason.WRONG_SIZE, f"{self._update_id}: a chunk up to byte {offset + size}, beyond {stop}, where it ends"
                 )
             self._require_blocks(offset + size, stop)
-            if google_crc32c.value(data) != crc32c:
+            if checksum(data) != crc32c:
                 raise Refused(
                     Reason.BAD_CHECKSUM, f"{self._update_id}: the chunk at byte {offset} does not have CRC32C {crc32c:08x}"
                 )
@@ -138,7 +138,7 @@ class Stream:
                 f"{self._update_id}: a chunk ends at byte {end}, within a block of {codec.spec} ({codec.block_bytes} bytes)",
             )
 
-    def _squared_norm(self, offset: int, data: bytes) -> float:
+    def _squared_norm(self, offset: int, data: Data) -> float:
         """Of the parameters in a chunk; refuses what is not finite, buffers too."""
         geometry = self._arriving.geometry
         section = geometry.section_at(offset, offset + len(data))

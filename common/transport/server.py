@@ -27,7 +27,7 @@ from fleetddp.common.errors import REASONS, ConfigError, Reason, Refused, Storag
 from fleetddp.common.events import Event, Heard, Joined, Left, Offer, Proceed, Say, SliceRejected, SliceStaged
 from fleetddp.common.journal import VersionReader
 from fleetddp.common.staging import Stream
-from fleetddp.common.transport import limits, wire
+from fleetddp.common.transport import chunks, limits, wire
 from fleetddp.common.update import NO_VERSION, Interval, Receipt, State
 from fleetddp.protos import fleet_pb2 as pb
 
@@ -35,7 +35,6 @@ T = TypeVar("T")
 Call = Callable[[Any, Any], Awaitable[Any]]  # (request, or its stream; the call's context) -> reply, or None of a stream
 
 BYTE_THREADS = 4  # that check and store arriving bytes, and read versions
-SERVICE = pb.DESCRIPTOR.services_by_name["Fleet"].full_name
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", limits.MESSAGE_BYTES),
@@ -117,21 +116,18 @@ class Server:
             grpc.unary_stream_rpc_method_handler,
             grpc.stream_stream_rpc_method_handler,
         )
-        table: dict[str, tuple[Any, Call, Any, Any]] = {
-            "Join": (unary, self._join, pb.JoinRequest, pb.JoinReply),
-            "Heartbeat": (unary, self._heartbeat, pb.HeartbeatRequest, pb.HeartbeatReply),
-            "Leave": (unary, self._leave, pb.LeaveRequest, pb.LeaveReply),
-            "Status": (unary, self._status, pb.StatusRequest, pb.StatusReply),
-            "GetLayout": (unary, self._layout, pb.LayoutRequest, pb.LayoutReply),
-            "Pull": (download, self._pull, pb.PullRequest, pb.PullReply),
-            "Push": (both, self._push, pb.PushRequest, pb.PushReply),
-            "Watch": (download, self._watch, pb.WatchRequest, pb.News),
+        table: dict[str, tuple[Any, Call, Any]] = {
+            "Join": (unary, self._join, pb.JoinRequest.FromString),
+            "Heartbeat": (unary, self._heartbeat, pb.HeartbeatRequest.FromString),
+            "Leave": (unary, self._leave, pb.LeaveRequest.FromString),
+            "Status": (unary, self._status, pb.StatusRequest.FromString),
+            "GetLayout": (unary, self._layout, pb.LayoutRequest.FromString),
+            "Pull": (download, self._pull, pb.PullRequest.FromString),
+            "Push": (both, self._push, chunks.deserializer(pb.PushRequest)),
+            "Watch": (download, self._watch, pb.WatchRequest.FromString),
         }
-        methods = {
-            name: kind(self._with_status(call), ask.FromString, reply.SerializeToString)
-            for name, (kind, call, ask, reply) in table.items()
-        }
-        return grpc.method_handlers_generic_handler(SERVICE, methods)
+        methods = {name: kind(self._with_status(call), parse, chunks.serialize) for name, (kind, call, parse) in table.items()}
+        return grpc.method_handlers_generic_handler(chunks.SERVICE, methods)
 
     def _with_status(self, call: Call) -> Call:
         """Turn what a call raises into its status."""
@@ -236,7 +232,7 @@ class Server:
 
     async def _send(self, reader: VersionReader, ranges: tuple[Interval, ...], context: Any) -> None:
         """The bytes of ``ranges``; the next chunk is read while one is sent."""
-        reading: asyncio.Future[pb.PullReply] | None = None
+        reading: asyncio.Future[bytes] | None = None
         try:
             for start, stop in _cut(ranges):
                 ready, reading = reading, self._off_loop(_read_chunk, reader, start, stop)
@@ -246,11 +242,11 @@ class Server:
             if reading is not None:
                 await asyncio.wait({reading})  # the reader is closed next
 
-    async def _send_chunk(self, reading: asyncio.Future[pb.PullReply] | None, context: Any) -> None:
+    async def _send_chunk(self, reading: asyncio.Future[bytes] | None, context: Any) -> None:
         if reading is not None:
-            reply = await reading
-            await context.write(reply)
-            self._driver.telemetry.bytes_out(len(reply.chunk.data))
+            message = await reading
+            await context.write(message)
+            self._driver.telemetry.bytes_out(len(message))
 
     # ---- updates ----------------------------------------------------------------------------------------------------------
 
@@ -353,15 +349,15 @@ def _resolve(future: asyncio.Future[T], outcome: T | Exception) -> None:
 
 
 def _unpack_first(request: Any) -> Offer:
-    if not request or request.WhichOneof("what") != "header":
+    if not isinstance(request, pb.PushRequest) or not request.HasField("header"):
         raise Refused(Reason.MALFORMED, "a push begins with a header")
     return wire.unpack_offer(request.header)
 
 
-def _unpack_next(request: pb.PushRequest) -> tuple[int, int, bytes]:
-    if request.WhichOneof("what") != "chunk":
+def _unpack_next(request: Any) -> chunks.ChunkBytes:
+    if not isinstance(request, chunks.ChunkBytes):
         raise Refused(Reason.MALFORMED, "after its header a push holds nothing but chunks")
-    return wire.unpack_chunk(request.chunk)
+    return chunks.checked(request)
 
 
 def _cut(ranges: Iterable[Interval]) -> Iterator[Interval]:
@@ -371,5 +367,5 @@ def _cut(ranges: Iterable[Interval]) -> Iterator[Interval]:
             yield begin, min(begin + limits.CHUNK_BYTES, stop)
 
 
-def _read_chunk(reader: VersionReader, start: int, stop: int) -> pb.PullReply:
-    return pb.PullReply(chunk=wire.pack_chunk(start, reader.read(start, stop)))
+def _read_chunk(reader: VersionReader, start: int, stop: int) -> bytes:
+    return chunks.pack(start, reader.read(start, stop))

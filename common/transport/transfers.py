@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
-import google_crc32c
-
 from fleetddp.common import codecs
+from fleetddp.common.checksum import checksum, joined
 from fleetddp.common.errors import Reason, Refused, Unreachable
 from fleetddp.common.events import ByteRange
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry
-from fleetddp.common.transport import Sink, wire
+from fleetddp.common.transport import Sink, chunks, wire
+from fleetddp.common.transport.chunks import ChunkBytes
 from fleetddp.common.transport.limits import CHUNK_BYTES
 from fleetddp.common.update import Kind, Receipt, Slice, UpdateHeader, Version
 from fleetddp.protos import fleet_pb2 as pb
@@ -88,14 +88,14 @@ class PullTransfer:
         """Whether the sink has all that was asked for."""
         return self._info is not None and self.done == total(self._ranges)
 
-    def take(self, reply: pb.PullReply) -> None:
+    def take(self, reply: pb.PullReply | ChunkBytes) -> None:
         """Check one message and give its bytes to the sink. Raises ``Refused`` where it is not the one that is due."""
         if not self._described:
             self._describe(reply)
-        elif reply.WhichOneof("what") != "chunk":
+        elif not isinstance(reply, ChunkBytes):
             raise Refused(Reason.MALFORMED, "a pull's messages after the first are chunks")
         else:
-            self._deliver(*wire.unpack_chunk(reply.chunk))
+            self._deliver(*chunks.checked(reply))
 
     def verified(self) -> Version:
         """The version's description, after the check of the whole payload's digest if all of it was pulled."""
@@ -107,8 +107,8 @@ class PullTransfer:
             )
         return self._info
 
-    def _describe(self, reply: pb.PullReply) -> None:
-        if reply.WhichOneof("what") != "version":
+    def _describe(self, reply: pb.PullReply | ChunkBytes) -> None:
+        if isinstance(reply, ChunkBytes) or not reply.HasField("version"):
             raise Refused(Reason.MALFORMED, "a pull's first message describes the version")
         info = wire.unpack_version(reply.version)
         if self._info is not None and (info.number, info.digest) != (self._info.number, self._info.digest):
@@ -116,14 +116,14 @@ class PullTransfer:
         self._info, self.version, self._described = info, info.number, True
         self._ranges = self._ranges or ((0, info.payload_bytes),)
 
-    def _deliver(self, offset: int, crc: int, data: bytes) -> None:
+    def _deliver(self, offset: int, crc: int, data: memoryview) -> None:
         start, stop = next(iter(skip(self._ranges, self.done)))
         if offset != start or len(data) > stop - start:
             raise Refused(Reason.OUT_OF_ORDER, f"bytes [{offset}, {offset + len(data)}) came where [{start}, {stop}) are due")
-        if google_crc32c.value(data) != crc:
+        if checksum(data) != crc:
             raise Refused(Reason.BAD_CHECKSUM, f"bytes [{offset}, {offset + len(data)}) of version {self.version}")
-        self._sink(offset, memoryview(data))
-        self._digest = google_crc32c.extend(self._digest, data)
+        self._sink(offset, data)
+        self._digest = joined(self._digest, crc, len(data))
         self.done += len(data)
         self.moved_at = time.monotonic()
 
@@ -150,12 +150,12 @@ class PushTransfer:
         """A fresh try, to continue from what the parent will say it holds."""
         return PushAttempt(self)
 
-    def chunks(self, held: int) -> Iterator[pb.PushRequest]:
-        """What comes after the first ``held`` bytes of the stream, cut on codec blocks."""
+    def chunks(self, held: int) -> Iterator[bytes]:
+        """What comes after the first ``held`` bytes of the stream, cut on codec blocks and packed."""
         assert self._geometry is not None
         at = held
         for start, stop in self._geometry.chunks(skip(self.ranges, held), CHUNK_BYTES):
-            yield pb.PushRequest(chunk=wire.pack_chunk(start, self.payload[at : at + stop - start]))
+            yield chunks.pack(start, self.payload[at : at + stop - start])
             at += stop - start
 
 
@@ -169,7 +169,7 @@ class PushAttempt:
         self._held: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # the answer to the header; None: the call is over
         self._fresh = False  # whether the parent holds more than ever before: sending the same bytes again is no progress
 
-    def requests(self) -> Iterator[pb.PushRequest]:
+    def requests(self) -> Iterator[pb.PushRequest | bytes]:
         """The header, then the missing chunks, each made when grpc has taken the one before."""
         transfer = self._transfer
         yield pb.PushRequest(header=transfer.header)

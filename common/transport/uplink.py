@@ -23,12 +23,11 @@ from fleetddp.common.errors import FleetError, Reason, Refused, Unreachable
 from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, News, Offer
 from fleetddp.common.layout import Layout
 from fleetddp.common.security import channel_credentials, check_plaintext
-from fleetddp.common.transport import MEMBER_REASONS, Sink, limits, wire
+from fleetddp.common.transport import MEMBER_REASONS, Sink, chunks, limits, wire
 from fleetddp.common.transport.backoff import Backoff
 from fleetddp.common.transport.transfers import PullTransfer, PushTransfer, StallWatch, Transfer, geometry_of
 from fleetddp.common.update import Kind, Receipt, Slice, State, UpdateHeader, Version
 from fleetddp.protos import fleet_pb2 as pb
-from fleetddp.protos.fleet_pb2_grpc import FleetStub
 
 T = TypeVar("T")
 
@@ -69,7 +68,7 @@ class _Link:
             self.channel = grpc.insecure_channel(address, options)
         else:
             self.channel = grpc.secure_channel(address, credentials, options)
-        self.stub: Any = FleetStub(self.channel)  # type: ignore[no-untyped-call]
+        self.stub = chunks.stub(self.channel)
 
 
 class Uplink:

@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import google_crc32c
-
 from fleetddp.common.errors import Reason, Refused
 from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, Leave, News, Offer
 from fleetddp.common.transport import limits
@@ -376,20 +374,7 @@ def _unpack_layout_spec(data: bytes, kind: Kind) -> bytes:
     return data
 
 
-# ---- chunks and news ------------------------------------------------------------------------------------------------------
-
-
-def pack_chunk(offset: int, data: bytes | bytearray | memoryview) -> pb.Chunk:
-    """Payload bytes at ``offset``, with their CRC32C."""
-    data = bytes(data)
-    return pb.Chunk(offset=offset, crc32c=google_crc32c.value(data), data=data)
-
-
-def unpack_chunk(message: pb.Chunk) -> tuple[int, int, bytes]:
-    """(offset, CRC32C as sent, bytes), the sizes checked; the receiver compares the checksum."""
-    data = message.data
-    limits.size(len(data), "chunk.data", limits.CHUNK_BYTES)
-    return limits.integer(message.offset, "chunk.offset"), message.crc32c, data
+# ---- news -----------------------------------------------------------------------------------------------------------------
 
 
 def pack_news(news: News) -> pb.News:

@@ -484,9 +484,9 @@ def test_a_slow_parent_holds_the_sender_back(
 ) -> None:
     made, read = [0], [0]
     ahead: list[int] = []
-    pack = transfers.wire.pack_chunk
+    pack = transfers.chunks.pack
 
-    def counted(offset: int, data: Any) -> pb.Chunk:
+    def counted(offset: int, data: Any) -> bytes:
         made[0] += 1
         return pack(offset, data)
 
@@ -495,7 +495,7 @@ def test_a_slow_parent_holds_the_sender_back(
         ahead.append(made[0] - read[0])
         fleet.script["Chunk"].append(reading)
 
-    monkeypatch.setattr(transfers.wire, "pack_chunk", counted)
+    monkeypatch.setattr(transfers.chunks, "pack", counted)
     layout = Layout.of([("weight", (64 * 1024 * 256,))])  # 64 MiB: 128 chunks
     fleet.layout = layout
     fleet.script["Chunk"].append(reading)

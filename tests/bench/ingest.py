@@ -1,0 +1,236 @@
+"""How fast a coordinator takes updates in, against what bare gRPC client streams take for the same bytes, and what memory it needs.
+
+One pair: N members push 40 MB float32 each to a coordinator, and the clock stops when the version that holds all of them is
+published (made durable, merged in float64, written, fsynced); then N clients send the same bytes in messages of the same size to
+a server that throws them away. Both arms: members and servers in processes of their own, started before the clock. The figures are
+medians over the pairs of (bare seconds / our seconds). Memory: the coordinator's largest resident size, above that of its idle
+after the start, over all windows of N updates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+CHUNK = 512 * 1024
+SAMPLES = 10.0
+CONTEXT = multiprocessing.get_context("spawn")
+
+
+def layout(elements: int) -> Any:
+    from fleetddp.common.layout import Layout
+
+    return Layout.of([(f"layer{i}", (elements // 10,)) for i in range(10)])
+
+
+def coordinator(pipe: Any, folder: str, members: int) -> None:
+    """Runs a coordinator that merges every ``members`` updates; answers "memory" with its resident size now and at most."""
+    from fleetddp.cloud.coordinator import Coordinator
+    from fleetddp.common.config import parse
+
+    config = parse(
+        {
+            "run": "bench",
+            "coordinator": {"address": "127.0.0.1:0", "journal": folder},
+            "members": {"lease_s": 600.0},
+            "window": {"quorum": members, "min_updates": members, "require": [], "grace_s": 0.0, "deadline_s": 600.0},
+        }
+    )
+
+    async def serve() -> None:
+        running = Coordinator(config)
+        await running.start()
+        pipe.send(running.port)
+        loop = asyncio.get_running_loop()
+        while await loop.run_in_executor(None, pipe.recv) != "stop":
+            pipe.send(_memory_mib())
+        await running.stop()
+
+    asyncio.run(serve())
+
+
+def _memory_mib() -> tuple[float, float]:
+    """(now, most so far) of this process."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in status if line.startswith(("VmRSS", "VmHWM"))}
+    return kib["VmRSS"] / 1024, kib["VmHWM"] / 1024
+
+
+def bare_server(pipe: Any, members: int) -> None:
+    """A gRPC server that counts what it gets."""
+    import grpc
+
+    def take(stream: Any, _context: Any) -> bytes:
+        return str(sum(len(message) for message in stream)).encode()
+
+    server = grpc.server(futures.ThreadPoolExecutor(members + 2))
+    method = grpc.stream_unary_rpc_method_handler(take)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare", {"Take": method}),))
+    pipe.send(server.add_insecure_port("127.0.0.1:0"))
+    server.start()
+    pipe.recv()
+    server.stop(0)
+
+
+def member(pipe: Any, name: str, port: int, bare_port: int, elements: int) -> None:
+    """Pushes an update, or streams the same bytes bare, whenever told to."""
+    import google_crc32c
+    import grpc
+    import numpy as np
+
+    from fleetddp.common.config import SecurityConfig
+    from fleetddp.common.events import Join
+    from fleetddp.common.transport.uplink import Uplink
+    from fleetddp.common.update import Kind, Slice, Tier, UpdateHeader, UpdateId
+
+    spec = layout(elements)
+    payload = np.random.default_rng(len(name)).normal(0, 1e-3, elements).astype("<f4").tobytes()
+    part = Slice(intervals=((0, elements),), samples=SAMPLES, digest=google_crc32c.value(payload))
+    uplink = Uplink(f"127.0.0.1:{port}", SecurityConfig(), node=name)
+    uplink.join(Join(node=name, tier=Tier.SITE, incarnation=1))
+    channel = grpc.insecure_channel(f"127.0.0.1:{bare_port}")
+    take = channel.stream_unary("/bare/Take")
+    sequence = 0
+    pipe.send("ready")
+    while (order := pipe.recv()) != "stop":
+        if order == "bare":
+            assert int(take(payload[i : i + CHUNK] for i in range(0, len(payload), CHUNK))) == len(payload)
+        elif order == "layout":
+            uplink._layout = uplink.layout()
+        else:
+            kind, base = (Kind.INIT, -1) if order == "init" else (Kind.DELTA, order)
+            header = UpdateHeader(
+                update_id=UpdateId(name, 1, sequence),
+                kind=kind,
+                tier=Tier.SITE,
+                base_version=base,
+                codec="float32",
+                layout=spec.fingerprint,
+                layout_spec=spec.to_json() if kind is Kind.INIT else b"",
+            )
+            sequence += 1
+            receipt = uplink.push(header, part, memoryview(payload))
+            assert receipt.state.value in ("accepted", "merged"), receipt
+        pipe.send("done")
+    uplink.close()
+    channel.close()
+
+
+class Bench:
+    """A coordinator, a bare server and N members."""
+
+    def __init__(self, members: int, elements: int, folder: str) -> None:
+        from fleetddp.common.config import SecurityConfig
+        from fleetddp.common.transport.uplink import Uplink
+
+        self.processes: list[Any] = []
+        self.coordinator = self._start(coordinator, folder, members)
+        port = self.coordinator.recv()
+        self.idle, _ = self.memory()
+        self.bare = self._start(bare_server, members)
+        bare_port = self.bare.recv()
+        self.members = [self._start(member, f"member-{i:02}", port, bare_port, elements) for i in range(members)]
+        for pipe in self.members:
+            pipe.recv()
+        self.watcher = Uplink(f"127.0.0.1:{port}", SecurityConfig(), node="watcher")
+        self.news = self.watcher.watch("watcher", 1, -1)
+        self.version = -1
+        self._each(self.members[:1], "init")
+        self._published()
+        self._each(self.members, "layout")
+
+    def _start(self, target: Any, *args: Any) -> Any:
+        mine, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=target, args=(theirs, *args))
+        process.start()
+        self.processes.append(process)
+        return mine
+
+    def memory(self) -> tuple[float, float]:
+        self.coordinator.send("memory")
+        now, most = self.coordinator.recv()
+        return now, most
+
+    def ours(self, parallel: bool) -> float:
+        """Seconds until the version that holds everybody's update is published."""
+        begun = time.perf_counter()
+        (self._at_once if parallel else self._each)(self.members, self.version)
+        self._published()
+        return time.perf_counter() - begun
+
+    def theirs(self, parallel: bool) -> float:
+        """Seconds for the same bytes bare."""
+        begun = time.perf_counter()
+        (self._at_once if parallel else self._each)(self.members, "bare")
+        return time.perf_counter() - begun
+
+    def _each(self, pipes: list[Any], order: Any) -> None:
+        for pipe in pipes:
+            pipe.send(order)
+            pipe.recv()
+
+    def _at_once(self, pipes: list[Any], order: Any) -> None:
+        for pipe in pipes:
+            pipe.send(order)
+        for pipe in pipes:
+            pipe.recv()
+
+    def _published(self) -> None:
+        self.version += 1
+        while next(self.news).version < self.version:
+            pass
+
+    def close(self) -> None:
+        self.news.close()
+        self.watcher.close()
+        for pipe in [*self.members, self.bare, self.coordinator]:
+            pipe.send("stop")
+        for process in self.processes:
+            process.join()
+
+
+def measure(members: int, elements: int, pairs: int, modes: tuple[bool, ...]) -> tuple[dict[bool, float], float]:
+    """(ratio to bare gRPC by mode (parallel or not), peak MiB over idle)."""
+    ratios: dict[bool, float] = {}
+    with tempfile.TemporaryDirectory(prefix="fleetddp-ingest-") as folder:
+        bench = Bench(members, elements, os.path.join(folder, "journal"))
+        for parallel in modes:
+            bench.ours(parallel), bench.theirs(parallel)  # both arms warm
+            seconds = [(bench.ours(parallel), bench.theirs(parallel)) for _ in range(pairs)]
+            ratios[parallel] = statistics.median(theirs / ours for ours, theirs in seconds)
+            how = "at once" if parallel else "one after another"
+            print(f"{members} members, {how}: " + ", ".join(f"{o:.3f} s (bare {t:.3f} s)" for o, t in seconds), flush=True)
+        _, most = bench.memory()
+        print(f"{members} members: idle {bench.idle:.0f} MiB, at most {most:.0f} MiB", flush=True)
+        bench.close()
+        return ratios, most - bench.idle
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--elements", type=int, default=10_000_000)
+    arguments.add_argument("--pairs", type=int, default=5)
+    given = arguments.parse_args()
+    ratios, peak8 = measure(8, given.elements, given.pairs, (False, True))
+    _, peak32 = measure(32, given.elements, 1, (True,))
+    figures = {
+        "ratio_to_grpc": round(ratios[False], 3),
+        "ratio_to_grpc_parallel": round(ratios[True], 3),
+        "peak_over_idle_mib_n8": round(peak8, 1),
+        "peak_over_idle_mib_n32": round(peak32, 1),
+        "model_mib": round(given.elements * 4 / 2**20, 1),
+    }
+    print(json.dumps({"bench": "ingest", "figures": figures}))
+
+
+if __name__ == "__main__":
+    main()
