@@ -80,6 +80,7 @@ class EdgeNode:
         self._work = Work()  # done and not yet in the outbox
         self._backoff = Backoff(random.Random(), first_s=1.0, cap_s=60.0)  # after an update that led nowhere
         self._not_before = 0.0
+        self._alone = False  # as last logged
         self.counts: Counter[str] = Counter()  # units of work; diverged
 
     # ---- life -----------------------------------------------------------------------------------------------------------------
@@ -146,7 +147,11 @@ class EdgeNode:
 
     def _due(self) -> bool:
         """Whether to train now."""
-        again = self._cut_off and self._trainer.kind is Kind.DELTA  # a gradient is about the weights as they were: one will do
+        cut_off = self._cut_off
+        if cut_off and not self._alone:
+            log.warning("no word from the parent for %.1f s; going on alone", self._session.silent_s)
+        self._alone = cut_off
+        again = cut_off and self._trainer.kind is Kind.DELTA  # a gradient is about the weights as they were: one will do
         if self.outbox.base_version == NO_VERSION or len(self.outbox) >= self._config.edge.max_outbox:
             return False
         return (again or not self.outbox.trained) and time.monotonic() >= self._not_before and self._ready()
@@ -167,7 +172,7 @@ class EdgeNode:
             self._restart_at(self.outbox.local())
             self._delay()
             return
-        log.info("update %s: %d samples since version %d", update_id, self._work.samples, self.outbox.base_version)
+        log.debug("update %s holds %d more samples", update_id, self._work.samples)
         self._work = Work()
         self._parcel.set()
 
@@ -226,15 +231,16 @@ class EdgeNode:
         entry = self.outbox.offer()
         if entry is None:
             return False
+        header = entry.header
+        log.info("update %s: pushing %d samples since version %d", header.update_id, entry.slice.samples, header.base_version)
         try:
-            receipt = self._parent.push(entry.header, entry.slice, entry.payload)
+            receipt = self._parent.push(header, entry.slice, entry.payload)
         except Refused as refusal:
             if refusal.reason not in DAMAGED:
                 raise
             # Repeats did not mend it: the stored bytes are damaged.
-            receipt = Receipt(
-                update_id=entry.header.update_id, state=State.REFUSED, reason=refusal.reason.value, message=refusal.message
-            )
+            reason, message = refusal.reason.value, refusal.message
+            receipt = Receipt(update_id=header.update_id, state=State.REFUSED, reason=reason, message=message)
         self._settle(receipt)
         return True
 

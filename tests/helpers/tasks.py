@@ -13,13 +13,16 @@ from fleetddp.common.task import part
 
 
 class LineTask:
-    """Fit y = 2 x1 - x2 from eight fixed points; with ``norm`` a BatchNorm1d stands in front."""
+    """Fit y = 2 x1 - x2 from eight fixed points; with ``norm`` a BatchNorm1d stands in front.
 
-    def __init__(self, *, points: int = 8, norm: bool = False, lr: float = 0.1, wide: int = 1) -> None:
+    ``trace`` names a file that grows by one byte with each batch: for tests that watch from another process.
+    """
+
+    def __init__(self, *, points: int = 8, norm: bool = False, lr: float = 0.1, wide: int = 1, trace: str = "") -> None:
         generator = torch.Generator().manual_seed(7)
         self.x = torch.randn(points, 2, generator=generator)
         self.y = (2 * self.x[:, :1] - self.x[:, 1:]).expand(-1, wide)
-        self.norm, self.lr, self.wide = norm, lr, wide
+        self.norm, self.lr, self.wide, self.trace = norm, lr, wide, trace
 
     def model(self) -> nn.Module:
         line = nn.Linear(2, self.wide, bias=False)
@@ -31,6 +34,9 @@ class LineTask:
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         x, y = batch
+        if self.trace:
+            with open(self.trace, "ab") as file:
+                file.write(b".")
         return nn.functional.mse_loss(model(x), y)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -57,7 +57,7 @@ def test_the_same_model_for_every_member_and_nothing_drawn_from_the_global_gener
     second = Digits().model()
     torch.manual_seed(1)
     assert torch.equal(torch.rand(1), drawn)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
 def test_a_site_alone_cannot_know_what_it_never_saw() -> None:

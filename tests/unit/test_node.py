@@ -27,7 +27,7 @@ def config(folder: Path, **edge: Any) -> FleetConfig:
     return parse(
         {
             "run": "run",
-            "members": {"heartbeat_s": 0.05, "lease_s": 1.0},
+            "members": {"heartbeat_s": 0.25, "lease_s": 1.0},
             "edge": {"state": str(folder), "steps": 3, "batch_size": 8, **edge},
         }
     )
