@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import fleetddp.common  # noqa: F401  its first act (see common/fork.py) must come before anybody imports grpc
+
 if TYPE_CHECKING:
     from fleetddp.cloud.checkpoint import Checkpoint as Checkpoint
     from fleetddp.cloud.ddp import FleetDDP as FleetDDP

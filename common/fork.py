@@ -18,11 +18,12 @@ _log = logging.getLogger(__name__)
 
 
 def _is_off() -> bool:
-    return os.environ.get(VARIABLE, "").strip().lower() in ("0", "false", "no", "off")
+    return os.environ.get(VARIABLE, "").lower() in ("0", "f", "false", "n", "no")  # what gRPC takes for false
 
 
 _IMPORTED_BEFORE_US = "grpc" in sys.modules and not _is_off()  # then it is on, whatever is set from now on
-os.environ.setdefault(VARIABLE, "0")
+if not os.environ.get(VARIABLE):
+    os.environ[VARIABLE] = "0"
 
 
 def advice() -> str:

@@ -241,11 +241,11 @@ class Session:
         try:
             work()
         except Exception as error:
+            if not self._stopped:
+                _log.error("%s: the session has ended: %s", self._join.node, error, exc_info=not isinstance(error, FleetError))
             with self._changed:
                 self._failure = self._failure or error
                 self._changed.notify_all()
-            if not self._stopped:
-                _log.error("%s: the session has ended: %s", self._join.node, error, exc_info=not isinstance(error, FleetError))
 
     def _learn(self, version: int, receipts: Sequence[Receipt], finished: str, closes_at: float) -> None:
         self._deliver(receipts)  # first: who is woken by a new version knows by then what is in it

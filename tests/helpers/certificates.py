@@ -17,8 +17,8 @@ def certs(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def make_ca(directory: Path, *nodes: str, hosts: tuple[str, ...] = ("localhost", "127.0.0.1")) -> Path:
     """A CA in ``directory`` with a coordinator's certificate and one for each node."""
-    for arguments in (("ca", directory), ("coordinator", directory, *hosts), ("node", directory, *nodes)):
-        result = certs(*arguments)
+    for command, names in (("ca", ()), ("coordinator", hosts), ("node", nodes)):
+        result = certs(command, directory, *names)
         assert result.returncode == 0, result.stderr
     return directory
 

@@ -49,7 +49,7 @@ class RawFleet(FleetServicer):
             layout=layout.fingerprint,
         )
         self.calls: list[tuple[str, Any]] = []  # method and request (of a push: its header)
-        self.script: dict[str, deque[Callable[[Any, Any], None]]] = defaultdict(deque)
+        self.script: dict[str, deque[Callable[[Any, Any], object]]] = defaultdict(deque)
         self.changed = threading.Condition()
         self.staged: dict[str, bytearray] = defaultdict(bytearray)  # bytes of each push stream, by "id intervals"
         self.chunks: list[tuple[int, int]] = []  # (offset, size) of every chunk staged

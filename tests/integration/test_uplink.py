@@ -23,7 +23,7 @@ from fleetddp.common.events import Heartbeat, Join
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry
 from fleetddp.common.security import node_id, server_credentials
-from fleetddp.common.transport import MEMBER_REASONS, transfers
+from fleetddp.common.transport import MEMBER_REASONS, chunks, transfers
 from fleetddp.common.transport.session import Session
 from fleetddp.common.transport.transfers import StallWatch
 from fleetddp.common.transport.uplink import Patience, Uplink
@@ -484,7 +484,7 @@ def test_a_slow_parent_holds_the_sender_back(
 ) -> None:
     made, read = [0], [0]
     ahead: list[int] = []
-    pack = transfers.chunks.pack
+    pack = chunks.pack
 
     def counted(offset: int, data: Any) -> bytes:
         made[0] += 1
@@ -495,7 +495,7 @@ def test_a_slow_parent_holds_the_sender_back(
         ahead.append(made[0] - read[0])
         fleet.script["Chunk"].append(reading)
 
-    monkeypatch.setattr(transfers.chunks, "pack", counted)
+    monkeypatch.setattr(chunks, "pack", counted)
     layout = Layout.of([("weight", (64 * 1024 * 256,))])  # 64 MiB: 128 chunks
     fleet.layout = layout
     fleet.script["Chunk"].append(reading)
@@ -650,7 +650,9 @@ def test_a_server_of_default_settings_bears_the_keepalive(
     # The measure: a client that began later and pings as often, without end, until the server has had enough of it.
     options = [("grpc.keepalive_time_ms", 300), ("grpc.http2.max_pings_without_data", 0)]
     with grpc.insecure_channel(server.address, options) as rude:
-        answers = rude.unary_stream("/fleetddp.v1.Fleet/Watch", response_deserializer=pb.News.FromString)(b"")
+        answers = rude.unary_stream(
+            "/fleetddp.v1.Fleet/Watch", request_serializer=None, response_deserializer=pb.News.FromString
+        )(b"")
         with pytest.raises(grpc.RpcError, match="Too many pings"):
             background(list, answers).result(WAIT_S)
     fleet.tell(pb.News(version=7))

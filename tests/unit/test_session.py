@@ -6,6 +6,7 @@ import logging
 import queue
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -280,6 +281,17 @@ def test_a_broken_news_stream_is_opened_again_and_the_parent_asked(parent: Scrip
     parent.asked("join")
     assert parent.asked("join").incarnation == 7
     assert session.failure is None
+
+
+def test_silence_is_measured_from_the_last_answer(parent: ScriptedParent, begin: Callable[..., Session]) -> None:
+    parent.answer("join", joined(3))
+    session = begin()
+    session.joined(WAIT_S)
+    parent.asked("watch")
+    before = time.monotonic()
+    parent.answer("watch", News(version=4))
+    session.wait_version(3, WAIT_S)
+    assert 0 <= session.silent_s <= time.monotonic() - before
 
 
 def test_the_end_of_the_run_reaches_who_waits(parent: ScriptedParent, begin: Callable[..., Session]) -> None:
