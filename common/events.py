@@ -1,8 +1,8 @@
 """What goes into the aggregator (events), what it answers (replies) and what it asks its driver to do (effects).
 
 The aggregator reads no clock, opens no file and no socket. A driver hands it events with the time they happened at, sends its
-``Reply`` to whoever asked, and carries out the other effects; ``Persist``, ``Found`` and ``Merge`` touch the disk and come back as
-``Persisted`` and ``Published``. Join, Heartbeat, Leave and Offer get exactly one ``Reply``; the rest get none.
+``Reply`` to whoever asked, and carries out the other effects; ``Persist``, ``Found`` and ``Merge`` touch the disk and come back
+as ``Persisted`` and ``Published``. Join, Heartbeat, Leave and Offer get exactly one ``Reply``; the rest get none.
 """
 
 from __future__ import annotations
@@ -204,14 +204,17 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """Journal the decision, make the version, then report ``Published``."""
+    """Journal the decision, make the version, then report ``Published``. The next window opened at ``decision.at``."""
 
     decision: Decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settle:
-    """These updates have a new state: wake the streams that wait for it and tell the watchers of their nodes."""
+    """These updates have a new state: wake the streams that wait for it and tell the watchers of their nodes.
+
+    State UNKNOWN with a reason (STALLED, STORAGE, SUPERSEDED): what had arrived is forgotten, as if it had never been offered.
+    """
 
     receipts: tuple[Receipt, ...]
 
@@ -233,7 +236,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A window opened: journal its opening time (it survives a restart)."""
+    """The first window opened: journal its opening time (it survives a restart). Later ones open at a ``Decision``'s time."""
 
     at: float
 

@@ -225,10 +225,8 @@ class Intake:
         self._undo(update.header, Refused(Reason.STORAGE, event.message), out)
 
     def _unclaim(self, update: Update) -> bool:
-        arriving = self.arrivals.get(update.update_id)
-        if arriving is None or arriving.update is None:
+        if self.arrivals.remove(update.update_id) is None:  # a driver's repeat
             return False
-        self.arrivals.remove(update.update_id)
         for update_id in (update.update_id, *update.header.leaf_ids):
             self._claimed.pop(update_id, None)
         return True

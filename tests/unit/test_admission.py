@@ -305,6 +305,34 @@ def test_a_transfer_that_stands_still_is_dropped_and_can_be_sent_again() -> None
     assert steered.push(header(A, base_version=5)) == Receipt(update_id=A, state=State.ACCEPTED)
 
 
+def test_bytes_that_arrive_are_a_sign_of_life() -> None:
+    steered = at_version_5(members={"heartbeat_s": 1, "lease_s": 3, "stall_s": 10})
+    steered.offer(header(A, base_version=5))
+    for second in range(1, 9):
+        steered.at(second).send(events.Progressed(update_id=A))
+    assert steered.window["expected"] == 1
+    steered.at(11)
+    assert steered.window["expected"] == 0
+    steered.staged(A)  # its lease has ended; what it sent is good all the same
+    assert steered.receipt(A) == Receipt(update_id=A, state=State.ACCEPTED)
+    assert steered.window["expected"] == 1
+
+
+@pytest.mark.parametrize("meanwhile", ["time passes", "a newer process joins", "a stream is repeated, badly"])
+def test_an_update_that_is_being_made_durable_is_not_dropped(meanwhile: str) -> None:
+    steered = at_version_5(members={"heartbeat_s": 5, "lease_s": 100, "stall_s": 4}, prompt=False)
+    steered.push(header(A, base_version=5))
+    if meanwhile == "time passes":
+        steered.at(90)
+    elif meanwhile == "a newer process joins":
+        steered.join("a", incarnation=2)
+    else:
+        steered.send(events.SliceRejected(update_id=A, slice=part(), refusal=Refused(Reason.NOT_FINITE, "nan")))
+    assert steered.all(events.Discard) == []
+    steered.send(events.Persisted(update=steered.all(events.Persist)[0].update))
+    assert steered.receipts[A] == [Receipt(update_id=A, state=State.ACCEPTED)]
+
+
 def test_an_update_that_the_disk_refused_can_be_sent_again() -> None:
     steered = at_version_5(prompt=False)
     steered.push(header(A, base_version=5))
