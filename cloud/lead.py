@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from typing import Literal
 
 from fleetddp.cloud.courier import Courier
 from fleetddp.cloud.rendezvous import Order, Rendezvous, polls
@@ -19,7 +20,6 @@ from fleetddp.common.transport.session import Session
 from fleetddp.common.update import NO_VERSION, Tier
 
 FAREWELL_S = 60.0  # at most, for the last version, once the run is over: the coordinator may be gone
-FIRST = 1  # sequence of an init; deltas follow
 REMIND_S = 30.0  # between two lines of the log while nothing happens
 
 _log = logging.getLogger(__name__)
@@ -36,10 +36,12 @@ class Lead:
         self._pushers, self._carriers = pushers, carriers
         self._run = ""
         self._base = NO_VERSION
-        self._in_flight: int | None = None  # sequence of the update that ranks are pushing
-        self._pulling: Order | None = None
-        self._refresh = False  # the site's own progress was refused: any version will do, even the one it started from
+        self._sequence = 0  # of the last update
         self._pulls = 0
+        self._in_flight = False  # the last update was not answered yet
+        self._held = False  # the weights still hold what the last update sent: no version was adopted since
+        self._refresh = False  # the site's progress is lost: any version will do, even the one it started from
+        self._pulling: Order | None = None
         self._finished_at: float | None = None
 
     def opening(self, layout: Layout, codec: str, tier: Tier, base: int, run: str) -> Iterator[Order]:
@@ -48,76 +50,91 @@ class Lead:
         ``base`` and ``run``: the version that the site resumes from and the run it is of, or ``NO_VERSION`` and empty.
         """
         try:
-            joined = self._await_joined()
+            joined = self._await_joined(layout)
             self._run = joined.run
-            self._check(joined, layout, codec)
+            if codec.split(":")[0] not in {known.split(":")[0] for known in joined.codecs}:
+                raise Refused(
+                    Reason.UNKNOWN_CODEC, f"run {joined.run!r} takes {', '.join(joined.codecs)}, this site sends {codec}"
+                )
             if run not in ("", joined.run):
                 raise Refused(Reason.WRONG_RUN, f"the checkpoint is of run {run!r}, the coordinator's run is {joined.run!r}")
             if NO_VERSION < joined.version < base:
                 raise Refused(Reason.FUTURE_BASE, f"the checkpoint is of version {base}, run {run!r} is at {joined.version}")
             self._base = min(base, joined.version)
             if joined.wants_init and tier is Tier.SITE:
-                yield Order(do="init", number=FIRST)
-                self._in_flight = FIRST
-            settled = self._base > NO_VERSION and self._base == self.session.version
-            if not settled:
-                yield from self._steer(None, "the first version")
+                yield self._send("init")
+            if self._base == NO_VERSION or self._base < self.session.version:
+                yield from self._steer(None, may_push=False)
         except FleetError as error:
             yield _failure(error)
         else:
             yield self._go()
 
-    def orders(self, *, pushed: int | None, dropped: bool, wait_s: float | None) -> Iterator[Order]:
-        """Those of one boundary: at most ``wait_s`` for a version newer than the site's base.
-
-        ``pushed``: sequence of the update that the ranks have begun to push; None: the one before is still on its way, or
-        (``dropped``) the site's progress was refused.
-        """
-        if pushed is not None:
-            self._in_flight = pushed
-        if dropped:
-            self._in_flight, self._refresh = None, True
+    def orders(self, wait_s: float | None) -> Iterator[Order]:
+        """Those of one boundary: at most ``wait_s`` for a version newer than the site's base."""
         try:
-            yield from self._steer(wait_s, f"a version after {self._base}")
+            yield from self._steer(wait_s, may_push=True)
         except FleetError as error:
             yield _failure(error)
         else:
             yield self._go()
+
+    def not_sent(self) -> None:
+        """The update that was ordered last could not be made: a value was not finite."""
+        self._in_flight, self._refresh = False, True
 
     # ---- one look after another -----------------------------------------------------------------------------------------------
 
-    def _steer(self, wait_s: float | None, awaited: str) -> Iterator[Order]:
+    def _steer(self, wait_s: float | None, *, may_push: bool) -> Iterator[Order]:
         """Orders until a version was adopted, the time is up, or the run is over."""
         remind_at = REMIND_S
         for waited_s in polls():
             self._raise_failure()
-            order = self._next()
-            if order is not None:
-                yield order
-                if order.do == "adopt":
-                    return
-            elif self._is_over() or (wait_s is not None and waited_s >= wait_s):
+            self._look_for_answers()
+            if may_push and not (self._in_flight or self._refresh or self.session.finished):
+                may_push = False
+                yield self._send("push")
+                continue
+            time_is_up = self._is_over() or (wait_s is not None and waited_s >= wait_s)
+            # What was learnt since the last update must be in one before other weights take its place.
+            if not may_push or self._refresh or self.session.finished:
+                order = self._next(at_once=time_is_up)
+                if order is not None:
+                    yield order
+                    if order.do == "adopt":
+                        return
+                    continue
+            if time_is_up:
                 return
-            elif waited_s >= remind_at:
-                _log.info("waiting for %s since %.0f s (newest known: %d)", awaited, waited_s, self.session.version)
+            if waited_s >= remind_at:
+                newest = self.session.version
+                _log.info("waiting for a version after %d since %.0f s (newest known: %d)", self._base, waited_s, newest)
                 remind_at += REMIND_S
 
-    def _next(self) -> Order | None:
-        """What can be done now; None: only wait."""
-        if self._in_flight is not None:
-            if self._rendezvous.tally(f"answered/{self._in_flight}") < self._pushers:
-                return None
-            self._refresh = self._refresh or self._rendezvous.tally(f"refused/{self._in_flight}") > 0
-            self._rendezvous.drop(f"answered/{self._in_flight}", f"refused/{self._in_flight}")
-            self._in_flight = None
+    def _send(self, do: Literal["init", "push"]) -> Order:
+        self._sequence += 1
+        self._in_flight = self._held = True
+        return Order(do=do, number=self._sequence)
+
+    def _look_for_answers(self) -> None:
+        answered, refused = f"answered/{self._sequence}", f"refused/{self._sequence}"
+        if not self._in_flight or self._rendezvous.tally(answered) < self._pushers:
+            return
+        self._in_flight = False
+        self._refresh = self._refresh or (self._held and self._rendezvous.tally(refused) > 0)
+        self._rendezvous.drop(answered, refused)
+
+    def _next(self, *, at_once: bool) -> Order | None:
+        """Fetch or adopt a version, if that can be done now. ``at_once``: do not wait for the fate of the last update first."""
         if self._pulling is not None:
             return self._landed(self._pulling)
         newest = self.session.version
-        if newest > self._base or (self._refresh and newest > NO_VERSION):
-            self._pulls += 1
-            self._pulling = Order(do="pull", version=newest, number=self._pulls)
-            return self._pulling
-        return None
+        wanted = newest > self._base or (self._refresh and newest > NO_VERSION)
+        if not wanted or (self._in_flight and not at_once):
+            return None
+        self._pulls += 1
+        self._pulling = Order(do="pull", version=newest, number=self._pulls)
+        return self._pulling
 
     def _landed(self, pull: Order) -> Order | None:
         """Adopt what was pulled, once all carriers hold their slice of it."""
@@ -129,9 +146,10 @@ class Lead:
         self._pulling = None
         if in_vain:
             return None
-        self._base, self._refresh = pull.version, False
+        dropped = self._refresh
+        self._base, self._refresh, self._held = pull.version, False, False
         self.session.base_version = pull.version
-        return Order(do="adopt", version=pull.version, codec=self._courier.published)
+        return Order(do="adopt", version=pull.version, codec=self._courier.published, dropped=dropped)
 
     def _is_over(self) -> bool:
         """Whether the run has ended and nothing more is to be had of it."""
@@ -139,8 +157,8 @@ class Lead:
             return False
         if self._finished_at is None:
             self._finished_at = time.monotonic()
-        busy = self._in_flight is not None or self._pulling is not None
-        return not busy or time.monotonic() - self._finished_at > FAREWELL_S
+        all_done = not self._in_flight and self._pulling is None and self.session.version <= self._base
+        return all_done or time.monotonic() - self._finished_at > FAREWELL_S
 
     def _go(self) -> Order:
         return Order(do="go", run=self._run, finished=self.session.finished)
@@ -155,28 +173,27 @@ class Lead:
 
     # ---- entering -------------------------------------------------------------------------------------------------------------
 
-    def _await_joined(self) -> Joined:
-        waited = 0.0
-        while (joined := self.session.joined(REMIND_S)) is None:
-            waited += REMIND_S
-            _log.warning("no coordinator has answered for %.0f s; the site goes on waiting", waited)
+    def _await_joined(self, layout: Layout) -> Joined:
+        waited_s = 0.0
+        try:
+            while (joined := self.session.joined(REMIND_S)) is None:
+                waited_s += REMIND_S
+                _log.warning("no coordinator has answered for %.0f s; the site goes on waiting", waited_s)
+        except Refused as refused:
+            if refused.reason is Reason.WRONG_LAYOUT:
+                raise self._mismatch(layout) from refused
+            raise
         return joined
 
-    def _check(self, joined: Joined, layout: Layout, codec: str) -> None:
-        """Raise what would make every update of this site be refused."""
-        if joined.layout and joined.layout != layout.fingerprint:
-            difference = self._fleets_layout().first_difference(layout)
-            raise LayoutMismatch(f"this model is not that of run {joined.run!r}: {difference}")
-        if codec.split(":")[0] not in {known.split(":")[0] for known in joined.codecs}:
-            raise Refused(Reason.UNKNOWN_CODEC, f"run {joined.run!r} takes {', '.join(joined.codecs)}; this site sends {codec}")
-
-    def _fleets_layout(self) -> Layout:
+    def _mismatch(self, layout: Layout) -> LayoutMismatch:
+        """What is wrong with this model, by the fleet's layout."""
         for _ in polls(1.0):
             try:
-                return self._parent.layout()
+                difference = self._parent.layout().first_difference(layout)
+                break
             except Unreachable as error:
                 _log.info("trying again: %s", error)
-        raise AssertionError("polls never ends")
+        return LayoutMismatch(f"this model is not the fleet's model: {difference}")
 
 
 def _failure(error: FleetError) -> Order:

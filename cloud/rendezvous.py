@@ -16,21 +16,23 @@ import torch.distributed as dist
 
 from fleetddp.common.update import NO_VERSION
 
-Do = Literal["init", "pull", "adopt", "go", "fail"]
+Do = Literal["init", "push", "pull", "adopt", "go", "fail"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """What rank 0 tells all ranks, itself included.
 
-    ``init``: push your slice of the first weights, as update ``number``. ``pull``: fetch your slice of ``version``. ``adopt``:
-    gather the slices of ``version`` and load them. ``go``: train on; the run is over if ``finished`` says why. ``fail``: raise.
+    ``init``: push your slice of the first weights, as update ``number``. ``push``: that of what you have learnt. ``pull``: fetch
+    your slice of ``version``. ``adopt``: gather the slices of ``version`` and load them; what was learnt since the last update is
+    lost if ``dropped``. ``go``: train on; the run is over if ``finished`` says why. ``fail``: raise.
     """
 
     do: Do
     version: int = NO_VERSION
-    number: int = 0  # of an init: its sequence; of a pull: tells it from a repeated one
+    number: int = 0  # of an update: its sequence; of a pull: tells it from a repeated one
     codec: str = ""  # of adopt: what the version is published in
+    dropped: bool = False
     run: str = ""  # of go: the run that the site is in
     finished: str = ""
     reason: str = ""  # of fail: a Reason's value, if the parent refused
@@ -65,23 +67,23 @@ class Rendezvous:
         """The same store through a client of its own."""
         return Rendezvous(self._store.clone())
 
-    def give(self, exchange: int, place: int, order: Order) -> None:
-        """Write the order at ``place`` (0, 1, ...) of an exchange."""
-        self._store.set(_key(exchange, place), json.dumps(asdict(order)))
+    def give(self, place: int, order: Order) -> None:
+        """Write the order at ``place``: 0, 1, ..."""
+        self._store.set(f"order/{place}", json.dumps(asdict(order)))
 
-    def await_order(self, exchange: int, place: int) -> Order:
-        """The order at ``place`` of an exchange, as soon as it is there."""
-        key = _key(exchange, place)
+    def await_order(self, place: int) -> Order:
+        """The order at ``place``, as soon as it is there."""
+        key = f"order/{place}"
         for _ in polls():
             if self._store.check([key]):
                 break
         fields: dict[str, Any] = json.loads(self._store.get(key))
         return Order(**fields)
 
-    def forget(self, exchange: int, places: int) -> None:
-        """Delete an exchange's orders; every rank must have carried them out."""
-        for place in range(places):
-            self._store.delete_key(_key(exchange, place))
+    def forget(self, places: range) -> None:
+        """Delete these orders; every rank must have carried them out."""
+        for place in places:
+            self._store.delete_key(f"order/{place}")
 
     def report(self, tally: str) -> None:
         """Add one to a tally."""
@@ -116,7 +118,3 @@ def polls(longest_s: float = 0.05) -> Iterator[float]:
         yield time.monotonic() - begun
         time.sleep(pause)
         pause = min(pause * 1.5, longest_s)
-
-
-def _key(exchange: int, place: int) -> str:
-    return f"order/{exchange}/{place}"

@@ -9,12 +9,13 @@ The boundary contract; ``tests/integration/test_site_contract.py`` has one test 
                         in the background, as its range of the site's one update (``exchange.py``, ``courier.py``). First the
                         ranks all-gather their samples; those of the streams add up to the site's. Buffers are rank 0's.
     one in flight       While an update is on its way no other is made; the next one starts where it ended, samples added up.
+                        (It is made at the boundary at which the one before is answered.)
     what comes in       Each carrier pulls its slice of a new version; the slices are then gathered inside the site.
-    when it is adopted  Only at boundaries, after the update was answered: rank 0 gives the order through the c10d store when all
-                        slices are there, and the others read it in short polls (``rendezvous.py``, ``lead.py``). No rank is
-                        in a collective while the network is awaited.
-    how long it waits   ``wait_s`` for a newer version, None: as long as it takes. Then it trains on from where it is; a pull
-                        under way goes on, to be adopted at a later boundary.
+    when it is adopted  Only at boundaries, when all that the site has learnt is in an update: rank 0 gives the order through the
+                        c10d store once all slices are there, and the others read it in short polls (``rendezvous.py``,
+                        ``lead.py``). No rank is in a collective while the network is awaited.
+    how long it waits   ``wait_s`` for a newer version, None: as long as it takes. Then it trains on from where it is; a pull goes
+                        on in the background, to be adopted at the next boundary.
     refused             The update is dropped, the residual before it restored, the newest version adopted. A refusal that
                         would befall every update (layout, codec, identity, ...) is raised on all ranks. A site with values
                         that are not finite sends nothing and adopts the newest version.
@@ -39,7 +40,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleetddp.cloud.courier import Courier, Errand, Parcel
-from fleetddp.cloud.exchange import Exchange, Outgoing
+from fleetddp.cloud.exchange import Exchange
 from fleetddp.cloud.lead import Lead
 from fleetddp.cloud.rendezvous import Order, Rendezvous
 from fleetddp.cloud.roster import Member, muster
@@ -65,10 +66,8 @@ class _Told(NamedTuple):
     """What one rank tells the others at a boundary."""
 
     samples: float
-    seconds: float
-    idle: bool  # nothing of this rank is on its way
+    seconds: float  # spent on them
     finite: bool
-    refused: bool  # the parent refused what it sent last
 
 
 class Site:
@@ -102,11 +101,8 @@ class Site:
         self._session: Session | None = None  # rank 0's
         self._lead: Lead | None = None  # rank 0's
         self._courier: Courier | None = None
-        self._in_flight = False  # a parcel of this rank has not been answered
-        self._refused = False  # progress since the anchor is lost: adopt the newest version
-        self._sequence = 0
-        self._exchanges = 0
-        self._places = 0  # orders of the exchange before
+        self._place = 0  # of the next order
+        self._forgotten = 0  # orders before this one are no longer in the store
         self._steps = 0  # counted steps behind the next update
         self._seconds = 0.0  # spent on them
         self._trained_since = time.monotonic()
@@ -210,111 +206,34 @@ class Site:
         self._steps += self.counter.count
         self._seconds += time.monotonic() - self._trained_since
         self.counter.restart()
-        self._take_receipt()
-        self._exchange.share_buffers()
-        outgoing = None if self._in_flight or self._refused else self._exchange.encode()
-        told = self._tell(outgoing)
-        sequence = self._send(told, outgoing)
-        lead = self._lead
-        wait_s = self._config.wait_s
-        self._follow(lead.orders(pushed=sequence, dropped=self._refused, wait_s=wait_s) if lead else None)
+        self._follow(self._lead.orders(self._config.wait_s) if self._lead else None)
         self._trained_since = time.monotonic()
-
-    def _tell(self, outgoing: Outgoing | None) -> list[_Told]:
-        """What all ranks tell, by rank: the one collective before the network."""
-        idle = not self._in_flight
-        finite = outgoing is not None or not idle or self._refused
-        mine = _Told(self.samples, self._seconds, idle, finite, self._refused)
-        row = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        rows = [torch.empty_like(row) for _ in range(self._group.size())]
-        dist.all_gather(rows, row, group=self._group)
-        return [_Told(r[0], r[1], *(bool(flag) for flag in r[2:])) for r in torch.stack(rows).tolist()]
-
-    def _send(self, told: list[_Told], outgoing: Outgoing | None) -> int | None:
-        """Begin to push, if all ranks can; the update's sequence."""
-        if any(t.refused for t in told) or not all(t.finite for t in told):
-            if not self._refused and not any(t.refused for t in told):
-                _log.error(DIVERGED, self._node, self.version)
-            self._refused = True
-            self._progress_is_settled()
-            return None
-        if not all(t.idle for t in told):
-            return None
-        if sum(t.samples for t in told) <= 0:
-            raise ConfigError("no samples were counted since the last boundary: call model.count_samples(n) once a batch")
-        assert outgoing is not None
-        self._sequence += 1
-        if self._courier is not None and self._exchange.intervals:
-            self._in_flight = True
-            self._courier.push(self._parcel(told, outgoing.payload))
-        self._exchange.commit(outgoing)
-        self._progress_is_settled()
-        return self._sequence
-
-    def _parcel(self, told: list[_Told], payload: memoryview) -> Parcel:
-        """This rank's stream; the header is the same on all. Samples of ranks without a slice go with the first that has one."""
-        rank = self._group.rank()
-        samples = told[rank].samples
-        if rank == self._pushers[0]:
-            samples += sum(t.samples for r, t in enumerate(told) if r not in self._pushers)
-        header = self._header(Kind.DELTA, self._codec.spec, steps=self._steps, seconds=told[0].seconds)
-        return Parcel(header=header, intervals=self._exchange.intervals, samples=samples, payload=payload)
-
-    def _header(self, kind: Kind, codec: str, **measured: Any) -> UpdateHeader:
-        return UpdateHeader(
-            update_id=UpdateId(self._node, self._incarnation, self._sequence),
-            kind=kind,
-            tier=self._member.tier,
-            base_version=self.version,
-            codec=codec,
-            layout=self.layout.fingerprint,
-            layout_spec=self.layout.to_json() if kind is Kind.INIT else b"",
-            **measured,
-        )
-
-    def _progress_is_settled(self) -> None:
-        """It was sent or dropped: what is counted next belongs to the next update."""
-        self.samples, self._steps, self._seconds = 0.0, 0, 0.0
-
-    def _take_receipt(self) -> None:
-        """Learn the fate of the last parcel, if it is known."""
-        receipt = self._courier.take_receipt() if self._courier is not None else None
-        if receipt is None:
-            return
-        self._in_flight = False
-        if receipt.state is not State.REFUSED or receipt.reason in (Reason.INIT_TAKEN.value, Reason.FINISHED.value):
-            return
-        if self._group.rank() == self._pushers[0]:
-            _log.warning("update %s was refused (%s): %s", receipt.update_id, receipt.reason, receipt.message)
-        self._exchange.restore_residual()
-        self._refused = True
-
-    # ---- orders ------------------------------------------------------------------------------------------------------------
 
     def _follow(self, given: Iterator[Order] | None) -> None:
         """Carry out the orders of one exchange: rank 0 gives them (``given``), the others read them."""
-        exchange, places = self._exchanges, 0
-        self._exchanges += 1
-        while True:
+        do = ""
+        while do != "go":
+            place = self._place
+            self._place += 1
             if given is not None:
                 order = next(given)
-                self._rendezvous.give(exchange, places, order)
+                self._rendezvous.give(place, order)
             else:
-                order = self._rendezvous.await_order(exchange, places)
-            places += 1
+                order = self._rendezvous.await_order(place)
             self._carry_out(order)
-            if order.do == "go":
-                break
-        if given is not None and exchange > 0:  # a collective since then: all ranks have read the orders before these
-            self._rendezvous.forget(exchange - 1, self._places)
-        self._places = places
+            do = order.do
+            if do == "push" and given is not None:  # a collective: all ranks have carried out what came before
+                self._rendezvous.forget(range(self._forgotten, place))
+                self._forgotten = place
 
     def _carry_out(self, order: Order) -> None:
+        self._take_receipt()
         match order.do:
             case "init":
-                self._push_init(order.number)
+                self._push(self._header(Kind.INIT, "float32", order.number), 1.0, self._exchange.initial())
+            case "push":
+                self._push_progress(order.number)
             case "pull":
-                self._take_receipt()
                 if self._courier is not None:
                     self._courier.pull(Errand(number=order.number, version=order.version, landing=self._exchange.landing))
             case "adopt":
@@ -327,22 +246,74 @@ class Site:
                 self.close()
                 raise Refused(Reason(order.reason), order.message) if order.reason else FleetError(order.message)
 
-    def _push_init(self, sequence: int) -> None:
-        self._sequence = sequence
+    def _push_progress(self, sequence: int) -> None:
+        """Begin to push this rank's slice of the site's update, unless a rank has values that are not finite."""
+        self._exchange.share_buffers()
+        outgoing = self._exchange.encode()
+        told = self._tell(finite=outgoing is not None)
+        if outgoing is not None and all(t.finite for t in told):
+            if sum(t.samples for t in told) <= 0:
+                raise ConfigError("no samples were counted since the last update: call model.count_samples(n) once a batch")
+            seconds = told[0].seconds  # the header is the same on all ranks
+            header = self._header(Kind.DELTA, self._codec.spec, sequence, steps=self._steps, seconds=seconds)
+            self._push(header, self._samples_of_stream(told), outgoing.payload)
+            self._exchange.commit(outgoing)
+        else:
+            if self._group.rank() == 0:
+                _log.error(DIVERGED, self._node, self.version)
+            if self._lead is not None:
+                self._lead.not_sent()
+        self._progress_is_settled()
+
+    def _tell(self, *, finite: bool) -> list[_Told]:
+        """What all ranks tell, by rank: the one collective before the network."""
+        mine = _Told(self.samples, self._seconds, finite)
+        row = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        rows = [torch.empty_like(row) for _ in range(self._group.size())]
+        dist.all_gather(rows, row, group=self._group)
+        return [_Told(samples, seconds, bool(flag)) for samples, seconds, flag in torch.stack(rows).tolist()]
+
+    def _samples_of_stream(self, told: list[_Told]) -> float:
+        """This rank's samples; those of ranks without a slice go with the first stream."""
+        rank = self._group.rank()
+        others = sum(t.samples for r, t in enumerate(told) if r not in self._pushers) if rank == self._pushers[0] else 0.0
+        return told[rank].samples + others
+
+    def _push(self, header: UpdateHeader, samples: float, payload: memoryview) -> None:
         if self._courier is not None and self._exchange.intervals:
-            self._in_flight = True
-            header = self._header(Kind.INIT, "float32")
-            payload = self._exchange.initial()
-            self._courier.push(Parcel(header=header, intervals=self._exchange.intervals, samples=1.0, payload=payload))
+            self._courier.push(Parcel(header=header, intervals=self._exchange.intervals, samples=samples, payload=payload))
+
+    def _header(self, kind: Kind, codec: str, sequence: int, **measured: Any) -> UpdateHeader:
+        return UpdateHeader(
+            update_id=UpdateId(self._node, self._incarnation, sequence),
+            kind=kind,
+            tier=self._member.tier,
+            base_version=self.version,
+            codec=codec,
+            layout=self.layout.fingerprint,
+            layout_spec=self.layout.to_json() if kind is Kind.INIT else b"",
+            **measured,
+        )
+
+    def _take_receipt(self) -> None:
+        """Learn the fate of the last update, if it is known."""
+        receipt = self._courier.take_receipt() if self._courier is not None else None
+        if receipt is None or receipt.state is not State.REFUSED:
+            return
+        if self._group.rank() == self._pushers[0] and receipt.reason not in (Reason.INIT_TAKEN, Reason.FINISHED):
+            _log.warning("update %s was refused (%s): %s", receipt.update_id, receipt.reason, receipt.message)
+        self._exchange.restore_residual()
 
     def _adopt(self, order: Order) -> None:
         landed = self._courier.take_landed() if self._courier is not None else None
-        data = torch.empty(0, dtype=torch.uint8) if landed is None else landed.data
-        self._exchange.adopt(order.codec, data)
+        self._exchange.adopt(order.codec, torch.empty(0, dtype=torch.uint8) if landed is None else landed.data)
         self.version = order.version
-        if self._refused:
-            self._refused = False
+        if order.dropped:
             self._progress_is_settled()
+
+    def _progress_is_settled(self) -> None:
+        """It was sent or dropped: what is counted next belongs to the next update."""
+        self.samples, self._steps, self._seconds = 0.0, 0, 0.0
 
     def _finish(self, reason: str) -> None:
         """The run is over: leave, so that the coordinator need not wait for us."""
