@@ -186,7 +186,6 @@ def check_complete(update: Update, standing: Standing) -> None:
         check(update, standing)
 
 
-def check_durable(header: UpdateHeader, standing: Standing) -> None:
-    """What can have changed while an update was made durable: the run ended, or a merge began. Raises ``Refused``."""
-    _run_goes_on(header, standing)
+def check_not_stale(header: UpdateHeader, standing: Standing) -> None:
+    """What a merge that began while an update was made durable can have changed. Raises ``Refused(STALE)``."""
     _not_stale(header, standing)

@@ -101,14 +101,17 @@ class Aggregator:
         if self.config.until.hours is not None:
             self._ends_at = now + self.config.until.hours * 3600
         merging: frozenset[UpdateId] = frozenset()
+        waiting: list[Update] = []
         if recovered.decision is not None:
             self._merging = recovered.decision
             self._standing.head = recovered.decision.version
             merging = frozenset(recovered.decision.ids)
             out.append(events.Merge(decision=recovered.decision))
         for update in recovered.accepted:
-            self._receipts.accept(update)
-        waiting = [update for update in recovered.accepted if update.update_id not in merging]
+            if update.update_id in merging:
+                self._receipts.accept(update)
+            elif self._intake.readmit(update, out):
+                waiting.append(update)
         if self.finished:
             self._expire(waiting, out)
         elif self.version == NO_VERSION:
@@ -187,6 +190,7 @@ class Aggregator:
 
     def _reopen(self, waiting: Iterable[Update], now: float, out: list[Effect]) -> None:
         """The window that was open before a restart, with the updates that were accepted in it."""
+        self._look_at = now
         recovered = self._recovered
         if recovered.window_opened_at is None:
             self._open(now)
@@ -198,18 +202,14 @@ class Aggregator:
         self._window.deadline_at = max(self._window.deadline_at, self._window.settling_until)
         self._members.presume(recovered.accepted, recovered.merged, now)
         for update in waiting:
-            try:
-                admission.check_durable(update.header, self._standing)
-            except Refused as refusal:  # made durable while the decision was: never acknowledged
-                self._receipts.withdraw(update)
-                self._intake.refuse(update.header, refusal, out, staged=True)
-            else:
-                self._count(update)
-        self._look_at = now
+            self._count(update)
 
     def _persisted(self, event: events.Persisted, now: float, out: list[Effect]) -> None:
         update = self._intake.persisted(event, out)
         if update is None:
+            return
+        if self.finished:
+            self._expire([update], out)
             return
         if update.header.kind is Kind.INIT:
             self._found(update, now, out)
@@ -274,6 +274,7 @@ class Aggregator:
             self._standing.layout = Layout.from_json(self._founding.header.layout_spec)
             self._founding = None
         self._standing.version = self._standing.head = number
+        self._intake.refuse_late(out)
         receipts = [receipt for update_id in settled for receipt in self._receipts.merge(update_id, number)]
         out.append(Settle(receipts=tuple(receipts)))
         if number == 0 and not self.finished:

@@ -57,6 +57,7 @@ class Intake:
         self._members = members
         self._receipts = receipts
         self._claimed: dict[UpdateId, UpdateId] = {}  # leaf id -> the update that holds it and is being made durable
+        self._late: list[tuple[Update, Refused]] = []  # durable, and stale by the merge in flight
         self._geometries: dict[tuple[str, int, bool], Geometry] = {}
 
     # ---- offers -----------------------------------------------------------------------------------------------------------
@@ -205,31 +206,51 @@ class Intake:
     def persisted(self, event: Persisted, out: list[Effect]) -> Update | None:
         """It is durable; returns it if it is accepted now."""
         update = event.update
-        if not self._unclaim(update):
+        if self.arrivals.get(update.update_id) is None:  # a driver's repeat
             return None
         try:
-            admission.check_durable(update.header, self._standing)
+            admission.check_not_stale(update.header, self._standing)
         except Refused as refusal:
-            self.refuse(update.header, refusal, out, staged=True)
+            self._late.append((update, refusal))
+            if self._standing.head == self._standing.version:
+                self.refuse_late(out)
             return None
+        self._unclaim(update)
         out.append(Settle(receipts=self._receipts.accept(update)))
         return update
+
+    def readmit(self, update: Update, out: list[Effect]) -> bool:
+        """After a restart: whether a durable update is accepted. A decision may have made it stale before it was acknowledged."""
+        try:
+            admission.check_not_stale(update.header, self._standing)
+        except Refused as refusal:
+            self.refuse(update.header, refusal, out, staged=True)
+            return False
+        self._receipts.accept(update)
+        return True
+
+    def refuse_late(self, out: list[Effect]) -> None:
+        """Refuse what a merge made stale while it was made durable. Only once that merge is durable itself: a restart before then
+        would forget the decision and accept the update, which its sender had taken back."""
+        for update, refusal in self._late:
+            self._unclaim(update)
+            self.refuse(update.header, refusal, out, staged=True)
+        self._late.clear()
 
     def persist_failed(self, event: PersistFailed, now: float, out: list[Effect]) -> None:
         """The disk refused: the sender pushes it again."""
         update = event.update
-        if not self._unclaim(update):
+        if self.arrivals.get(update.update_id) is None:  # a driver's repeat
             return
+        self._unclaim(update)
         if update.header.kind is Kind.INIT:
             self._standing.init_by = ""
         self._undo(update.header, Refused(Reason.STORAGE, event.message), out)
 
-    def _unclaim(self, update: Update) -> bool:
-        if self.arrivals.remove(update.update_id) is None:  # a driver's repeat
-            return False
+    def _unclaim(self, update: Update) -> None:
+        self.arrivals.remove(update.update_id)
         for update_id in (update.update_id, *update.header.leaf_ids):
             self._claimed.pop(update_id, None)
-        return True
 
     # ---- time and end -----------------------------------------------------------------------------------------------------
 
@@ -249,7 +270,7 @@ class Intake:
             self._drop(arriving, Refused(Reason.SUPERSEDED, f"incarnation {incarnation} of {node} has joined"), out)
 
     def close(self, out: list[Effect]) -> None:
-        """The run has ended: refuse what is arriving. What is being made durable is refused when it is."""
+        """The run has ended: refuse what is arriving. What is being made durable will expire with what is."""
         refusal = Refused(Reason.FINISHED, f"the run has ended: {self._standing.finished}")
         for arriving in [a for a in self.arrivals if a.update is None]:
             self.refuse(arriving.header, refusal, out)

@@ -48,11 +48,6 @@ class Receipts:
         """Settle an accepted update, and the leaf updates in it, that no version will ever hold."""
         return self._close(update_id, State.EXPIRED, NO_VERSION, reason.value, message)
 
-    def withdraw(self, update: Update) -> None:
-        """It was taken for accepted, but was never acknowledged."""
-        for update_id in _all_ids(update):
-            del self._accepted[update_id]
-
     def refuse(self, receipt: Receipt) -> None:
         """Remember a refusal, so that a repeat gets the same answer."""
         self._settle(receipt)

@@ -76,11 +76,3 @@ def test_of_a_node_that_restarts_for_ever_the_oldest_processes_are_taken_as_sett
     assert receipts.find(uid("a", 5, incarnation=3)) is None
     assert receipts.find(uid("a", 0, incarnation=3)) is not None
     assert receipts.find(uid("b", 0, incarnation=0)) is None
-
-
-def test_what_was_never_acknowledged_can_be_withdrawn() -> None:
-    receipts = Receipts({}, {})
-    update = durable(header(uid("a")))
-    receipts.accept(update)
-    receipts.withdraw(update)
-    assert receipts.accepted(uid("a")) is None
