@@ -1,0 +1,244 @@
+"""The orders that rank 0 gives (``cloud/lead.py``), with the fleet's news and the other ranks' reports told by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+
+from fleetddp.cloud.lead import Lead
+from fleetddp.cloud.rendezvous import Order, Rendezvous
+from fleetddp.common.errors import LayoutMismatch, Reason, Refused
+from fleetddp.common.events import Joined
+from fleetddp.common.layout import Layout
+from fleetddp.common.update import NO_VERSION, Tier
+
+LAYOUT = Layout.of([("w", (10,))])
+
+
+class News:
+    """What a session says of the fleet."""
+
+    def __init__(self) -> None:
+        self.version = NO_VERSION
+        self.base_version = NO_VERSION
+        self.finished = ""
+        self.failure: Exception | None = None
+        self.wants_init = True
+        self.refusal: Refused | None = None
+
+    def joined(self, timeout_s: float) -> Joined:
+        if self.refusal is not None:
+            raise self.refusal
+        return Joined(
+            run="run",
+            version=self.version,
+            layout="",
+            wants_init=self.wants_init,
+            heartbeat_s=1.0,
+            lease_s=2.0,
+            gradient_lr=0.1,
+            codecs=("float32", "int8", "topk"),
+        )
+
+
+class Known:
+    """The parent, and the courier of rank 0."""
+
+    published = "bfloat16"
+
+    def layout(self) -> Layout:
+        return Layout.of([("w", (11,))])
+
+
+class Site:
+    """Two ranks that push and one more that only pulls; orders come one by one."""
+
+    def __init__(self) -> None:
+        self.news, self.rendezvous = News(), Rendezvous(cast(Any, dist.HashStore()))
+        known = cast(Any, Known())
+        self.lead = Lead(known, cast(Any, self.news), self.rendezvous, known, pushers=2, carriers=3)
+
+    def opening(self, *, base: int = NO_VERSION, run: str = "", codec: str = "int8", tier: Tier = Tier.SITE) -> Iterator[Order]:
+        return self.lead.opening(LAYOUT, codec, tier, base, run)
+
+    def answer(self, sequence: int, *, refused: int = 0) -> None:
+        for rank in range(2):
+            if rank < refused:
+                self.rendezvous.report(f"refused/{sequence}")
+            self.rendezvous.report(f"answered/{sequence}")
+
+    def arrive(self, number: int, *, gone: int = 0) -> None:
+        for rank in range(3):
+            if rank < gone:
+                self.rendezvous.report(f"gone/{number}")
+            self.rendezvous.report(f"pulled/{number}")
+
+    def opened(self) -> Site:
+        """With version 0 adopted."""
+        self.news.version = 0
+        orders = self.opening()
+        assert next(orders) == Order(do="init", number=1)
+        self.answer(1, refused=2)  # as if another site had been first
+        assert next(orders) == Order(do="pull", version=0, number=1)
+        self.arrive(1)
+        assert next(orders) == Order(do="adopt", version=0, codec="bfloat16", dropped=True)
+        assert list(orders) == [Order(do="go", run="run")]
+        assert self.news.base_version == 0
+        return self
+
+
+GO = Order(do="go", run="run")
+
+
+def test_a_boundary_pushes_waits_pulls_and_adopts() -> None:
+    site = Site().opened()
+    orders = site.lead.orders(None)
+    assert next(orders) == Order(do="push", number=2)
+    site.answer(2)
+    site.news.version = 1
+    assert next(orders) == Order(do="pull", version=1, number=2)
+    site.arrive(2)
+    assert list(orders) == [Order(do="adopt", version=1, codec="bfloat16"), GO]
+    assert site.news.base_version == 1
+
+
+def test_time_up_before_the_update_is_answered() -> None:
+    """It goes on; the next boundary waits for the answer before it makes another, then adopts."""
+    site = Site().opened()
+    assert list(site.lead.orders(0.0)) == [Order(do="push", number=2), GO]
+    assert list(site.lead.orders(0.0)) == [GO]  # still on its way: nothing is made, nothing adopted
+    site.answer(2)
+    site.news.version = 1
+    assert list(site.lead.orders(0.0)) == [Order(do="push", number=3), Order(do="pull", version=1, number=2), GO]
+    site.arrive(2)
+    assert list(site.lead.orders(0.0)) == [GO]  # what was learnt since is in no update yet
+    site.answer(3)
+    assert list(site.lead.orders(0.0)) == [Order(do="push", number=4), Order(do="adopt", version=1, codec="bfloat16"), GO]
+
+
+def test_a_refused_update_is_followed_by_the_newest_version_even_the_same() -> None:
+    site = Site().opened()
+    orders = site.lead.orders(None)
+    next(orders)
+    site.answer(2, refused=1)
+    assert next(orders) == Order(do="pull", version=0, number=2)
+    site.arrive(2)
+    assert list(orders) == [Order(do="adopt", version=0, codec="bfloat16", dropped=True), GO]
+
+
+def test_progress_on_a_refused_update_is_not_pushed() -> None:
+    site = Site().opened()
+    assert list(site.lead.orders(0.0)) == [Order(do="push", number=2), GO]
+    site.answer(2, refused=2)
+    assert list(site.lead.orders(0.0)) == [Order(do="pull", version=0, number=2), GO]
+    site.arrive(2)
+    assert list(site.lead.orders(0.0)) == [Order(do="adopt", version=0, codec="bfloat16", dropped=True), GO]
+
+
+def test_a_refusal_heard_after_a_version_was_adopted_costs_nothing_more() -> None:
+    site = Site().opened()
+    assert list(site.lead.orders(0.0)) == [Order(do="push", number=2), GO]
+    site.answer(2)
+    site.news.version = 1
+    list(site.lead.orders(0.0))  # pushes 3, begins to pull 1
+    site.answer(3)
+    site.arrive(2)
+    assert list(site.lead.orders(0.0))[1] == Order(do="adopt", version=1, codec="bfloat16")  # after pushing 4
+    site.answer(4, refused=2)
+    assert list(site.lead.orders(0.0)) == [Order(do="push", number=5), GO]
+
+
+def test_a_site_that_diverged_goes_back_to_the_version() -> None:
+    site = Site().opened()
+    orders = site.lead.orders(None)
+    assert next(orders).do == "push"
+    site.lead.not_sent()
+    assert next(orders) == Order(do="pull", version=0, number=2)
+    site.arrive(2)
+    assert next(orders) == Order(do="adopt", version=0, codec="bfloat16", dropped=True)
+
+
+def test_a_version_that_is_gone_before_all_have_it_is_followed_by_a_newer_one() -> None:
+    site = Site().opened()
+    orders = site.lead.orders(None)
+    next(orders)
+    site.answer(2)
+    site.news.version = 1
+    assert next(orders) == Order(do="pull", version=1, number=2)
+    site.arrive(2, gone=1)
+    site.news.version = 5
+    assert next(orders) == Order(do="pull", version=5, number=3)
+    site.arrive(3)
+    assert next(orders) == Order(do="adopt", version=5, codec="bfloat16")
+
+
+def test_the_last_version_is_adopted_before_the_end() -> None:
+    site = Site().opened()
+    orders = site.lead.orders(None)
+    next(orders)
+    site.answer(2)
+    site.news.version, site.news.finished = 1, "enough"
+    assert next(orders).do == "pull"
+    site.arrive(2)
+    assert list(orders) == [Order(do="adopt", version=1, codec="bfloat16"), Order(do="go", run="run", finished="enough")]
+
+
+def test_nothing_is_pushed_once_the_run_is_over() -> None:
+    site = Site().opened()
+    site.news.finished = "enough"
+    assert list(site.lead.orders(None)) == [Order(do="go", run="run", finished="enough")]
+
+
+def test_edge_devices_do_not_found_a_run() -> None:
+    site = Site()
+    site.news.version = 0
+    assert next(site.opening(tier=Tier.EDGE)).do == "pull"
+
+
+def test_a_checkpoint_of_the_newest_version_is_trained_on() -> None:
+    site = Site()
+    site.news.version, site.news.wants_init = 3, False
+    assert list(site.opening(base=3, run="run")) == [GO]
+
+
+def test_a_checkpoint_of_an_older_version_is_refreshed() -> None:
+    site = Site()
+    site.news.version, site.news.wants_init = 3, False
+    assert next(site.opening(base=2, run="run")) == Order(do="pull", version=3, number=1)
+
+
+@pytest.mark.parametrize(
+    ("opening", "reason", "says"),
+    [
+        ({"base": 4, "run": "run"}, Reason.FUTURE_BASE, "of version 4, run 'run' is at 3"),
+        ({"base": 1, "run": "other"}, Reason.WRONG_RUN, "of run 'other', the coordinator's run is 'run'"),
+        ({"codec": "int4"}, Reason.UNKNOWN_CODEC, "takes float32, int8, topk, this site sends int4"),
+    ],
+)
+def test_what_cannot_succeed_is_raised_on_all_ranks(opening: dict[str, Any], reason: Reason, says: str) -> None:
+    site = Site()
+    site.news.version = 3
+    (order,) = site.opening(**opening)
+    assert (order.do, order.reason) == ("fail", reason.value)
+    assert says in order.message
+
+
+def test_another_model_is_told_by_its_first_differing_tensor() -> None:
+    site = Site()
+    site.news.refusal = Refused(Reason.WRONG_LAYOUT, "another layout")
+    (order,) = site.opening()
+    assert (order.do, order.reason) == ("fail", "")
+    assert "expected parameter 'w' of shape (11,)" in order.message
+
+
+def test_the_end_of_the_session_or_a_failure_of_any_rank_ends_a_boundary() -> None:
+    site = Site().opened()
+    site.rendezvous.fail(Reason.WRONG_IDENTITY.value, "no certificate")
+    site.rendezvous.fail("", "a later one")
+    assert list(site.lead.orders(None)) == [Order(do="fail", reason="WRONG_IDENTITY", message="no certificate")]
+    other = Site().opened()
+    other.news.failure = LayoutMismatch("gone wrong")
+    assert list(other.lead.orders(None)) == [Order(do="fail", message="gone wrong")]
