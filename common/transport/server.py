@@ -1,7 +1,7 @@
 """The gRPC face of an aggregator: grpc.aio calls in, a ``Driver`` behind them, all on one event loop.
 
-The loop only moves messages. Checking and storing bytes, and reading a version's, happens in a few threads; what must be durable
-goes through the driver's lanes (``LoopHost``). A refusal ends its call with the reason's status, the message as details and the
+The loop moves messages and stages what arrives; reading a version's bytes happens in a few threads, and what must be durable goes
+through the driver's lanes (``LoopHost``). A refusal ends its call with the reason's status, the message as details and the
 reason in the trailing metadata; nothing that one call does ends another.
 """
 
@@ -34,10 +34,15 @@ from fleetddp.protos import fleet_pb2 as pb
 T = TypeVar("T")
 Call = Callable[[Any, Any], Awaitable[Any]]  # (request, or its stream; the call's context) -> reply, or None of a stream
 
-BYTE_THREADS = 4  # that check and store arriving bytes, and read versions
+BYTE_THREADS = 4  # that read versions, and store arriving bytes while the disk is slow
+SLOW_S = 0.05  # a chunk that takes longer to store finds a slow disk
+CAREFUL_S = 10.0  # for so long after that, its stream's chunks are stored off the loop
+WINDOW_BYTES = 2 * 2**20  # of one stream, received and not yet read: what bounds the memory that N streams can take
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", limits.MESSAGE_BYTES),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+    ("grpc.http2.bdp_probe", 0),  # it would widen the window of each stream to many megabytes
     ("grpc.so_reuseport", 0),  # a second coordinator on this port must fail, not share its members
     # Members behind NAT ping to keep their way open; a server's default would end their connection for it.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
@@ -304,7 +309,11 @@ class Server:
 
 
 class _Transfer:
-    """One push stream's bytes on their way from the network to the staging area."""
+    """One push stream's bytes on their way from the network to the staging area.
+
+    Chunks are stored on the loop: into the page cache that takes a fraction of what handing them to a thread costs. Only
+    while the disk is slow do they go through a thread, so that the fleet's other calls do not wait for it.
+    """
 
     def __init__(self, driver: Driver, offer: Offer, stream: Stream, off_loop: Callable[..., asyncio.Future[Any]]) -> None:
         self._driver = driver
@@ -313,25 +322,22 @@ class _Transfer:
         self._off_loop = off_loop
         self._loop = asyncio.get_running_loop()
         self._moved_at = self._loop.time()
+        self._slow_until = 0.0
 
     async def run(self, context: Any) -> SliceStaged:
-        """Receive until the sender is done; one chunk is received while the one before is stored."""
-        writing: asyncio.Future[None] | None = None
-        try:
-            while request := await context.read():  # the end of the stream is false
-                offset, crc32c, data = _unpack_next(request)
-                if writing is not None:
-                    await writing
-                writing = self._off_loop(self._stream.write, offset, crc32c, data)
-                self._moved_at = self._loop.time()
-                self._driver.arrived(self._update_id, len(data))
-            if writing is not None:
-                await writing
-            finished: SliceStaged = await self._off_loop(self._stream.finish)
-            return finished
-        finally:
-            if writing is not None:
-                writing.add_done_callback(lambda f: f.cancelled() or f.exception())  # where nobody awaits it any more
+        """Receive and store until the sender is done."""
+        while request := await context.read():  # the end of the stream is false
+            chunk = _unpack_next(request)
+            begun = self._loop.time()
+            if begun < self._slow_until:
+                await self._off_loop(self._stream.write, *chunk)
+            else:
+                self._stream.write(*chunk)
+            self._moved_at = self._loop.time()
+            if self._moved_at - begun > SLOW_S:
+                self._slow_until = self._moved_at + CAREFUL_S
+            self._driver.arrived(self._update_id, len(chunk.data))
+        return self._stream.finish()
 
     async def stalled(self, seconds: float) -> None:
         """Return once no byte came for so long."""
