@@ -121,3 +121,7 @@ def main() -> None:
     except FleetError as error:
         typer.echo(f"fleetddp: {error}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 3 if isinstance(error, Unreachable) else 1)
+
+
+if __name__ == "__main__":
+    main()

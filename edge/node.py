@@ -279,16 +279,19 @@ def run_node(config: FleetConfig, *, name: str, index: int = 0, count: int = 1) 
 
     if config.task is None:
         raise ConfigError("task: an edge node needs a Task; give task.target in the fleet file")
-    task = load(config.task)
     parent = Uplink(config.coordinator.address, config.security, node=name, run=config.run)
+    serve(EdgeNode(config, load(config.task), parent, name=name, index=index, count=count))
+
+
+def serve(node: EdgeNode) -> None:
+    """Run a node in the main thread of a process of its own: SIGTERM ends it as Ctrl-C does, but is no failure."""
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
-        reason = EdgeNode(config, task, parent, name=name, index=index, count=count).run()
+        reason = node.run()
         log.info("the run is finished: %s", reason)
     except _Terminated:
         log.info("stopped by SIGTERM; what is not delivered is in the outbox")
     finally:
-        parent.close()
         signal.signal(signal.SIGTERM, previous)
 
 

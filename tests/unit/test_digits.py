@@ -30,7 +30,7 @@ def test_every_image_is_in_one_place() -> None:
 
 def test_the_site_lacks_classes_that_the_edges_have() -> None:
     task = Digits(edges=EDGES)
-    assert sorted(set(held(task, "site").tensors[1].tolist())) == [0, 1, 2, 3, 4, 5]
+    assert sorted(set(held(task, "site").tensors[1].tolist())) == [0, 1, 2, 3, 4, 5, 6]
     at_edges = {label for name in EDGES for label in held(task, name).tensors[1].tolist()}
     assert at_edges == set(range(10))
 
@@ -44,7 +44,7 @@ def test_same_seed_same_partition() -> None:
 
 
 def test_the_edges_are_unlike() -> None:
-    task = Digits(edges=EDGES, alpha=0.5)
+    task = Digits(edges=EDGES, alpha=1.0)
     shares = torch.stack([torch.bincount(held(task, name).tensors[1], minlength=10) for name in EDGES]).double()
     shares /= shares.sum(1, keepdim=True)
     assert (shares.max(1).values > 0.2).all()  # each has a class that is at least twice as frequent as if drawn evenly
@@ -73,7 +73,7 @@ def test_a_site_alone_cannot_know_what_it_never_saw() -> None:
     metrics = task.evaluate(model)
     assert metrics["accuracy_8"] == 0.0
     assert metrics["accuracy_0"] > 0.85
-    assert 0.5 < metrics["accuracy"] < 0.7
+    assert 0.6 < metrics["accuracy"] < 0.71
 
 
 def test_wrong_members_are_named() -> None:
