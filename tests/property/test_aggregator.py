@@ -322,10 +322,10 @@ class Fleet(RuleBasedStateMachine):
     @invariant()
     def counts_are_those_of_a_recount(self) -> None:
         members = self.aggregator._members
-        weights = [member.weights() for member in members]
+        weights = [member.weights() for member in members._members.values()]
         totals = tuple(sum(column) for column in zip(*weights, strict=True)) if weights else (0, 0, 0)
         assert (members.expected, members.arrived, members.outstanding) == totals
-        assert sum(members.live_by_tier.values()) == sum(member.live for member in members)
+        assert sum(members.live_by_tier.values()) == sum(member.live for member in members._members.values())
 
     @invariant()
     def an_idle_window_that_could_close_has_closed(self) -> None:
