@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+
+import yaml
 
 from fleetddp.cloud.coordinator import Coordinator
 from fleetddp.common.config import FleetConfig, parse
@@ -90,3 +94,18 @@ def on_port(config: FleetConfig, port: int) -> FleetConfig:
     """The same fleet on a fixed port: to restart a coordinator where its members look for it."""
     address = f"127.0.0.1:{port}"
     return config.model_copy(update={"coordinator": config.coordinator.model_copy(update={"address": address})})
+
+
+def free_port() -> int:
+    """Below those that the system gives to clients: while nobody listens there, none of our own dials can end up on it."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+def write(config: FleetConfig, folder: Path) -> str:
+    """The fleet file of a config; returns its path."""
+    path = folder / "fleet.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    return str(path)

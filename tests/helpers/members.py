@@ -29,6 +29,13 @@ class Moments:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._counts: Counter[str] = Counter()
+        self._failure: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more can be expected."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
 
     def note(self, kind: str) -> None:
         with self._changed:
@@ -39,7 +46,10 @@ class Moments:
         """Until ``more`` of a kind have happened from now on."""
         with self._changed:
             due = self._counts[kind] + more
-            assert self._changed.wait_for(lambda: self._counts[kind] >= due, PATIENCE_S), f"no {more} more {kind}: {self._counts}"
+            self._changed.wait_for(lambda: self._counts[kind] >= due or self._failure, PATIENCE_S)
+            if self._failure is not None:
+                raise self._failure
+            assert self._counts[kind] >= due, f"{self._counts}: no {due} {kind} in time"
 
     def counting(self, chunks: type[PushTransfer]) -> object:
         """``PushTransfer.chunks``, counted as they are sent."""
@@ -136,6 +146,7 @@ class Member:
         except BaseException as error:
             if not self._enough.is_set():
                 self.error = error
+                self._moments.fail(error)
 
     def _take(self, version: int) -> None:
         payload = bytearray()

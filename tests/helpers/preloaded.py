@@ -110,10 +110,9 @@ def _tell(**what: Any) -> None:
 
 
 def _serve() -> None:
-    from helpers import roles
-
     from fleetddp.common.config import OuterConfig
     from fleetddp.common.outer import OuterOptimizer
+    from helpers import roles
 
     OuterOptimizer(OuterConfig())  # torch imports a second's worth of modules when its first optimizer is made
     running: dict[int, int] = {}  # pid -> pidfd

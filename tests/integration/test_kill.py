@@ -7,7 +7,7 @@ import errno
 import os
 import random
 import signal
-import socket
+import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
-from helpers.fleet import RunningCoordinator, fleet_config, on_port, running
+from helpers.fleet import RunningCoordinator, fleet_config, free_port, on_port, running, write
 from helpers.marks import ELEMENTS, GEOMETRY, HALF, Flat, found, push
 from helpers.members import Member, Moments
 from helpers.preloaded import Preloaded
@@ -28,7 +27,7 @@ from helpers.tasks import LineTask
 from fleetddp.cloud import coordinator as coordinator_module
 from fleetddp.common.config import FleetConfig, SecurityConfig
 from fleetddp.common.errors import Reason, Refused
-from fleetddp.common.events import Decision, Join
+from fleetddp.common.events import Decision, Heartbeat, Join
 from fleetddp.common.files import Data, OsFile, OsFiles
 from fleetddp.common.journal import Journal
 from fleetddp.common.publish import save_init
@@ -60,21 +59,6 @@ def dial() -> Iterator[Callable[..., Uplink]]:
             return uplink
 
         yield start
-
-
-def free_port() -> int:
-    """Below those that the system gives to clients: while nobody listens there, none of our own dials can end up on it."""
-    rng = random.Random()
-    while True:
-        port = rng.randrange(20000, 30000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-
-
-def write(config: FleetConfig, folder: Path) -> str:
-    path = folder / "fleet.yaml"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
-    return str(path)
 
 
 # ---- the coordinator is killed ------------------------------------------------------------------------------------------------
@@ -227,7 +211,7 @@ def test_members_are_back_by_themselves_within_seconds(tmp_path: Path, preloaded
     ("window", "reason"),
     [
         ({"quorum": 2, "grace_s": 1.0, "deadline_s": 60.0}, "the grace of 1 s is over, 1 still on their way"),
-        ({"quorum": 3, "grace_s": 60.0, "deadline_s": 4.0}, "deadline with 2 updates of 3 members expected"),
+        ({"quorum": 3, "grace_s": 60.0, "deadline_s": 5.0}, "deadline with 2 updates of 3 members expected"),
     ],
     ids=["grace", "deadline"],
 )
@@ -448,3 +432,55 @@ def test_a_version_that_found_no_space_is_made_once_there_is_some(
         disk.refused = None
         eventually(lambda: coordinator.status()["version"] == 2, "both versions")
         assert weights_of(uplink, 2) == {1: -1.0, HALF + 1: -1.0, 2: -1.0, HALF + 2: -1.0}
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB, where the test may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", folder], capture_output=True).returncode:
+        pytest.skip("may not mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_coordinator_lives_through_a_disk_that_is_really_full(
+    tmp_path: Path, preloaded: Preloaded, dial: Callable[..., Uplink], tiny_disk: Path
+) -> None:
+    config = on_port(
+        fleet_config(tiny_disk, window={"quorum": 1}, merge=NO_DISCOUNT, coordinator={"keep_versions": 1}), free_port()
+    )
+    coordinator = preloaded.start("coordinator", tmp_path / "log", config=write(config, tmp_path))
+    uplink, hasty = (dial(config.coordinator.address, "a", give_up_s=give_up_s) for give_up_s in (20.0, 0.0))
+    coordinator.wait_for("listening")
+    uplink.join(Join(node="a", tier=Tier.SITE, incarnation=1))
+    found(uplink, UpdateId("a", 1, 1))
+    eventually(lambda: uplink.status()["version"] == 0, "version 0")
+    ballast = tiny_disk / "ballast"
+    fill(ballast)
+    for _ in range(3):
+        with pytest.raises(Refused, match="No space left on device") as refused:
+            push(hasty, UpdateId("a", 1, 2), base_version=0, mark=1, samples=1.0)
+        assert refused.value.reason is Reason.STORAGE
+    assert uplink.heartbeat(Heartbeat(node="a", incarnation=1)).version == 0
+    assert weights_of(uplink, 0) == {}
+    os.truncate(ballast, ballast.stat().st_size - GEOMETRY.payload_bytes - 256 * 1024)  # room for the update, not for its version
+    assert push(uplink, UpdateId("a", 1, 2), base_version=0, mark=1, samples=1.0).state is State.ACCEPTED
+    eventually(lambda: uplink.status()["counters"]["failed"] > 0, "the merge has failed once")
+    assert uplink.status()["version"] == 0
+    coordinator.kill()
+    coordinator = preloaded.start("coordinator", tmp_path / "log", config=write(config, tmp_path))
+    coordinator.wait_for("listening")
+    eventually(lambda: uplink.status()["counters"]["failed"] > 0, "it has failed again")
+    ballast.unlink()
+    eventually(lambda: uplink.status()["version"] == 1, "version 1")
+    assert weights_of(uplink, 1) == {1: -1.0, HALF + 1: -1.0}
+    assert coordinator.end(signal.SIGTERM) == 0
+
+
+def fill(file: Path) -> None:
+    """Until nothing more can be written to its disk."""
+    with contextlib.suppress(OSError), file.open("wb", buffering=0) as ballast:
+        while True:
+            ballast.write(bytes(4096))
