@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fleetddp.common.codecs import get
-from fleetddp.common.config import MAX_NORM, FleetConfig
+from fleetddp.common.codecs import NAMES, get
+from fleetddp.common.config import MAX_NORM, MIN_SAMPLES, FleetConfig
 from fleetddp.common.errors import Reason, Refused
+from fleetddp.common.events import Joined
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry
-from fleetddp.common.update import NO_VERSION, Kind, Slice, Tier, Update, UpdateHeader
+from fleetddp.common.update import NO_VERSION, Kind, Receipt, Slice, Tier, Update, UpdateHeader
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class Standing:
     """Where the run stands: what the checks compare with."""
 
     config: FleetConfig
+    run: str
     version: int = NO_VERSION  # newest published
     head: int = NO_VERSION  # what an update accepted now is merged on top of: ``version``, or the one being made
     layout: Layout | None = None  # known from the first weights on
@@ -33,6 +35,33 @@ class Standing:
         """Whether a member of this tier should upload the first weights."""
         awaited = self.version == NO_VERSION and not self.init_by and self.config.start.bootstrap == "site"
         return awaited and tier is Tier.SITE and not self.finished
+
+    def joined(self, tier: Tier, receipts: tuple[Receipt, ...]) -> Joined:
+        """What a member of this tier needs to know to take part."""
+        return Joined(
+            run=self.run,
+            version=self.version,
+            layout=self.layout.fingerprint if self.layout is not None else "",
+            wants_init=self.wants_init(tier),
+            heartbeat_s=self.config.members.heartbeat_s,
+            lease_s=self.config.members.lease_s,
+            gradient_lr=self.config.merge.gradient_lr,
+            codecs=NAMES,
+            receipts=receipts,
+            finished=self.finished,
+        )
+
+
+def check_run(run: str, standing: Standing) -> None:
+    """A member that names a run must mean this one. Raises ``Refused``."""
+    if run not in ("", standing.run):
+        raise Refused(Reason.WRONG_RUN, f"this is run {standing.run}, not {run}")
+
+
+def check_layout(fingerprint: str, standing: Standing) -> None:
+    """Once there is a layout, it is everyone's. Raises ``Refused``."""
+    if standing.layout is not None and fingerprint != standing.layout.fingerprint:
+        raise Refused(Reason.WRONG_LAYOUT, f"layout {fingerprint[:12]}; this run's is {standing.layout.fingerprint[:12]}")
 
 
 # ---- the header -------------------------------------------------------------------------------------------------------------
@@ -72,8 +101,8 @@ def _layout_is_ours(header: UpdateHeader, standing: Standing) -> None:
             raise Refused(
                 Reason.WRONG_LAYOUT, f"the header names layout {header.layout[:12]}, its spec is {named.fingerprint[:12]}"
             )
-    elif standing.layout is not None and header.layout != standing.layout.fingerprint:
-        raise Refused(Reason.WRONG_LAYOUT, f"layout {header.layout[:12]}; this run's is {standing.layout.fingerprint[:12]}")
+    else:
+        check_layout(header.layout, standing)
 
 
 def _codec_is_known(header: UpdateHeader, standing: Standing) -> None:
@@ -89,7 +118,10 @@ def _groups_add_up(header: UpdateHeader, standing: Standing) -> None:
     for group in header.groups:
         if not group.ids or group.tier is Tier.REGION:
             raise Refused(Reason.MALFORMED, f"a group of tier {group.tier.value} with {len(group.ids)} updates")
-        if not 0 < group.samples < math.inf or not 0 <= group.buffer_samples <= group.samples:
+        limit = standing.config.limits.max_samples * len(group.ids)
+        if not MIN_SAMPLES <= group.samples <= limit:
+            raise Refused(Reason.BAD_WEIGHT, f"a group of {group.samples} samples; allowed are {MIN_SAMPLES:g} to {limit:g}")
+        if group.buffer_samples != 0 and not MIN_SAMPLES <= group.buffer_samples <= group.samples:
             raise Refused(Reason.BAD_WEIGHT, f"a group of {group.samples} samples, {group.buffer_samples} with buffers")
 
 
@@ -136,12 +168,16 @@ def check_header(header: UpdateHeader, standing: Standing) -> None:
 # ---- one stream -------------------------------------------------------------------------------------------------------------
 
 
-def check_slice(part: Slice, geometry: Geometry, standing: Standing) -> None:
+def _most_samples(header: UpdateHeader, standing: Standing) -> float:
+    """A partial stands for many leaf updates."""
+    return standing.config.limits.max_samples * len(header.leaf_ids)
+
+
+def check_slice(part: Slice, header: UpdateHeader, geometry: Geometry, standing: Standing) -> None:
     """Samples finite, not negative, within the limit; intervals of whole blocks. Raises ``Refused``."""
-    if not 0 <= part.samples <= standing.config.limits.max_samples:  # NaN fails too
-        raise Refused(
-            Reason.BAD_WEIGHT, f"{part.samples} samples; allowed are 0 to {standing.config.limits.max_samples:g} behind a stream"
-        )
+    limit = _most_samples(header, standing)
+    if not 0 <= part.samples <= limit:  # NaN fails too
+        raise Refused(Reason.BAD_WEIGHT, f"{part.samples} samples; allowed are 0 to {limit:g} behind a stream")
     if not part.intervals:
         raise Refused(Reason.WRONG_INTERVALS, "a stream that carries no element")
     for interval in part.intervals:
@@ -154,10 +190,10 @@ def check_slice(part: Slice, geometry: Geometry, standing: Standing) -> None:
 def _has_weight(update: Update, standing: Standing) -> None:
     if update.header.kind is Kind.INIT:
         return
-    limit = standing.config.limits.max_samples
-    if not 0 < update.samples <= limit:
+    limit = _most_samples(update.header, standing)
+    if not MIN_SAMPLES <= update.samples <= limit:
         raise Refused(
-            Reason.BAD_WEIGHT, f"{update.samples:g} samples behind the update; it must be above 0 and at most {limit:g}"
+            Reason.BAD_WEIGHT, f"{update.samples:g} samples behind the update; allowed are {MIN_SAMPLES:g} to {limit:g}"
         )
 
 

@@ -3,7 +3,7 @@
 It takes events and the time, and returns effects (events.py); it reads no clock and does no input or output, so that the
 same sequence of (event, now) gives the same effects under any driver. The nouns it is made of: ``Membership`` (who takes
 part), ``Intake`` (how an update gets in), ``Receipts`` (what became of it), ``Window`` and ``decide`` (when to merge),
-``plan`` (what each counts for).
+``decision_on`` (what each counts for).
 
 An accepted update counts in the open window. When that closes, a Decision is made of all it holds, and the next window opens
 at once; at most one merge is in flight. Published settles the updates that are in the version.
@@ -21,19 +21,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fleetddp.common import admission, codecs, events
+from fleetddp.common import admission, events
 from fleetddp.common.config import FleetConfig
 from fleetddp.common.errors import Reason, Refused
 from fleetddp.common.events import Decision, Effect, Event, Reply, Say, Settle
 from fleetddp.common.intake import Intake
 from fleetddp.common.layout import Layout
-from fleetddp.common.membership import Membership
-from fleetddp.common.merge import plan
+from fleetddp.common.membership import Membership, superseded
+from fleetddp.common.merge import decision_on
 from fleetddp.common.receipts import Receipts
 from fleetddp.common.recovered import Recovered
-from fleetddp.common.scores import Scores, weighted_means
+from fleetddp.common.scores import Scores
 from fleetddp.common.update import NO_VERSION, Kind, Update, UpdateId
 from fleetddp.common.window import Action, Counts, Grace, Verdict, Window, decide, quorum_reached, resolve
+
+MAX_STATUS_MEMBERS = 1000  # shown in a status, so that it fits one message
 
 
 class Aggregator:
@@ -45,12 +47,14 @@ class Aggregator:
         self.closes_at = 0.0  # when the window is expected to close; 0: unknown
         self.policy = resolve(config.window, bool(config.members.sites))
         self._recovered = recovered
-        self._standing = admission.Standing(config=config, layout=recovered.layout, finished=recovered.finished)
+        self._standing = admission.Standing(
+            config=config, run=recovered.run, layout=recovered.layout, finished=recovered.finished
+        )
         if recovered.version is not None:
             self._standing.version = self._standing.head = recovered.version.number
         self._members = Membership(config.members)
         self._receipts = Receipts(recovered.high_water, recovered.merged)
-        self._intake = Intake(self.run, self._standing, self._members, self._receipts)
+        self._intake = Intake(self._standing, self._members, self._receipts)
         self._grace = Grace(self.policy)
         self._scores = Scores()
         self._window: Window | None = None
@@ -92,14 +96,18 @@ class Aggregator:
         """Why the run is over; empty while it goes on."""
         return self._standing.finished
 
+    @property
+    def live_members(self) -> int:
+        """How many members hold a lease."""
+        return sum(self._members.live_by_tier.values())
+
     # ---- driving ----------------------------------------------------------------------------------------------------------
 
     def start(self, now: float) -> list[Effect]:
         """Take up what was recovered. To be called once, before the first event."""
         out: list[Effect] = []
         recovered = self._recovered
-        if self.config.until.hours is not None:
-            self._ends_at = now + self.config.until.hours * 3600
+        self._begin(now if recovered.began_at is None else min(recovered.began_at, now))
         merging: frozenset[UpdateId] = frozenset()
         waiting: list[Update] = []
         if recovered.decision is not None:
@@ -119,7 +127,7 @@ class Aggregator:
                 self._found(init, now, out)
         else:
             self._reopen(waiting, now, out)
-            self._check_end(out)
+            self._check_end(now, out)
         self._after(now, out)
         return out
 
@@ -138,8 +146,7 @@ class Aggregator:
                 out.append(Say(what="lost", message="its lease ended", node=member.node))
         if now >= self._intake.arrivals.next_due:
             self._intake.pass_time(now, out)
-        if now >= self._ends_at and not self.finished:
-            self._end(f"{self.config.until.hours:g} hours have passed", out)
+        self._check_end(now, out)
 
     def _after(self, now: float, out: list[Effect]) -> None:
         """Look at the window if anything it depends on has changed, and ask to be woken for what time will change."""
@@ -181,12 +188,13 @@ class Aggregator:
     def _counts(self, window: Window) -> Counts:
         return window.counts(self._members.expected, self._members.arrived, self._members.outstanding)
 
-    def _open(self, now: float) -> None:
+    def _open(self, now: float) -> Window:
         """Arrivals from now on belong to a new window."""
         self._members.open_window()
         self._last_quorum_at = self._window.quorum_at if self._window else None
         self._window = Window(opened_at=now, deadline_at=now + self.policy.deadline_s)
         self._windows += 1
+        return self._window
 
     def _reopen(self, waiting: Iterable[Update], now: float, out: list[Effect]) -> None:
         """The window that was open before a restart, with the updates that were accepted in it."""
@@ -195,11 +203,10 @@ class Aggregator:
         if recovered.window_opened_at is None:
             self._open(now)
             out.append(events.Opened(at=now))
-            return
-        self._open(recovered.window_opened_at)
-        assert self._window is not None
-        self._window.settling_until = now + self.config.members.heartbeat_s
-        self._window.deadline_at = max(self._window.deadline_at, self._window.settling_until)
+        else:
+            window = self._open(min(recovered.window_opened_at, now))  # the machine's clock may have been set back since
+            window.settling_until = now + self.config.members.heartbeat_s
+            window.deadline_at = max(window.deadline_at, window.settling_until)
         self._members.presume(recovered.accepted, recovered.merged, now)
         for update in waiting:
             self._count(update)
@@ -222,8 +229,9 @@ class Aggregator:
     def _learn(self, update: Update, now: float) -> None:
         """How long after a quorum does a member come in that was on its way then?"""
         member = self._members.get(update.update_id.node)
-        assert member is not None  # its offer was admitted
         assert self._window is not None
+        if member is None:  # long gone
+            return
         missed_the_last = update.header.base_version < self._standing.head and member.last_window < self._windows - 1
         if missed_the_last and self._last_quorum_at is not None:
             self._grace.observe(now - self._last_quorum_at)
@@ -244,18 +252,8 @@ class Aggregator:
 
     def _merge(self, window: Window, reason: str, now: float, out: list[Effect]) -> None:
         """Decide the next version. The journal takes the decision's time as the next window's opening."""
-        updates = sorted(window.updates, key=lambda update: update.update_id)
-        version = self.version + 1
-        self._merging = Decision(
-            version=version,
-            at=now,
-            terms=plan(updates, version, self.config.merge),
-            ids=tuple(update.update_id for update in updates),
-            leaf_ids=tuple(sorted(i for update in updates for i in update.header.leaf_ids)),
-            reason=reason,
-            metrics=weighted_means(updates),
-        )
-        self._standing.head = version
+        self._merging = decision_on(window.updates, self.version + 1, now, reason, self.config.merge)
+        self._standing.head = self._merging.version
         out.append(events.Merge(decision=self._merging))
         self._open(now)
 
@@ -278,18 +276,28 @@ class Aggregator:
         receipts = [receipt for update_id in settled for receipt in self._receipts.merge(update_id, number)]
         out.append(Settle(receipts=tuple(receipts)))
         if number == 0 and not self.finished:
+            self._begin(event.version.published_at)
             self._open(now)
             out.append(events.Opened(at=now))
         out.append(events.Announce(version=number, finished=self.finished))
         self._look_at = now
-        self._check_end(out)
+        self._check_end(now, out)
 
     # ---- the end ----------------------------------------------------------------------------------------------------------
 
-    def _check_end(self, out: list[Effect]) -> None:
+    def _begin(self, at: float) -> None:
+        """The run's hours count from version 0 on; until there is one, from the start of this process."""
+        if self.config.until.hours is not None:
+            self._ends_at = at + self.config.until.hours * 3600
+
+    def _check_end(self, now: float, out: list[Effect]) -> None:
         until = self.config.until
-        if until.versions is not None and self.version >= until.versions and not self.finished:
+        if self.finished:
+            return
+        if until.versions is not None and self.version >= until.versions:
             self._end(f"version {self.version} is published", out)
+        elif now >= self._ends_at:
+            self._end(f"{until.hours:g} hours have passed", out)
 
     def _end(self, reason: str, out: list[Effect]) -> None:
         """The run is over: what is accepted and in no version expires, what is arriving is refused."""
@@ -314,10 +322,12 @@ class Aggregator:
 
     def _join(self, event: events.Join, now: float, out: list[Effect]) -> None:
         try:
-            if event.run not in ("", self.run):
-                raise Refused(Reason.WRONG_RUN, f"this is run {self.run}, not {event.run}")
-            if self.layout is not None and event.layout not in ("", self.layout.fingerprint):
-                raise Refused(Reason.WRONG_LAYOUT, f"layout {event.layout[:12]}; this run's is {self.layout.fingerprint[:12]}")
+            admission.check_run(event.run, self._standing)
+            if event.layout:
+                admission.check_layout(event.layout, self._standing)
+            newest = self._receipts.newest(event.node)
+            if event.incarnation < newest:  # of which no record is left since a restart: the older one's ids were settled
+                raise superseded(event.node, event.incarnation, newest)
             before = self._members.get(event.node)
             new = before is None or not before.live or before.presumed or before.incarnation != event.incarnation
             self._members.join(event, now)
@@ -326,21 +336,9 @@ class Aggregator:
             return
         self._intake.supersede(event.node, event.incarnation, out)
         if new:
-            live = sum(self._members.live_by_tier.values())
-            out.append(Say(what="joined", message=f"joined as {event.tier.value}; {live} members", node=event.node))
-        joined = events.Joined(
-            run=self.run,
-            version=self.version,
-            layout=self.layout.fingerprint if self.layout is not None else "",
-            wants_init=self._standing.wants_init(event.tier),
-            heartbeat_s=self.config.members.heartbeat_s,
-            lease_s=self.config.members.lease_s,
-            gradient_lr=self.config.merge.gradient_lr,
-            codecs=codecs.NAMES,
-            receipts=self._intake.receipts(event.open),
-            finished=self.finished,
-        )
-        out.append(Reply(value=joined))
+            message = f"joined as {event.tier.value}; {self.live_members} members"
+            out.append(Say(what="joined", message=message, node=event.node))
+        out.append(Reply(value=self._standing.joined(event.tier, self._intake.receipts(event.open))))
 
     def _heartbeat(self, event: events.Heartbeat, now: float, out: list[Effect]) -> None:
         try:
@@ -369,6 +367,7 @@ class Aggregator:
 
     def status(self, now: float) -> dict[str, Any]:
         """How the run stands, as JSON-able values; the schema is in WIRE.md."""
+        members = self._members.status(MAX_STATUS_MEMBERS)
         return {
             "at": now,
             "run": self.run,
@@ -376,7 +375,8 @@ class Aggregator:
             "layout": self.layout.fingerprint if self.layout is not None else "",
             "finished": self.finished,
             "window": self._window_status(),
-            "members": [member.status() for member in sorted(self._members, key=lambda m: m.node)],
+            "members": members,
+            "members_omitted": len(self._members) - len(members),
             "scores": {str(version): dict(metrics) for version, metrics in self._scores.by_version.items()},
             "counters": {
                 **{word: self._counters[word] for word in ("accepted", "merged", "expired")},

@@ -17,6 +17,7 @@ from fleetddp.common.update import Tier
 NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 MAX_NORM = 1e18  # of anything merged: far beyond any training, and far from where float32 weights overflow
+MIN_SAMPLES, MAX_SAMPLES = 1e-9, 1e18  # behind anything merged: their sums and quotients stay clear of 0 and infinity
 
 
 class Section(BaseModel):
@@ -175,7 +176,7 @@ class LimitsConfig(Section):
     """What an update may be. Anything beyond is refused before it is staged or merged."""
 
     max_norm: Annotated[float, Field(gt=0, le=MAX_NORM)] = MAX_NORM  # of the decoded parameters of one update
-    max_samples: PositiveFloat = 1e9  # behind one update
+    max_samples: Annotated[float, Field(ge=MIN_SAMPLES, le=MAX_SAMPLES)] = 1e9  # behind one leaf update
     max_elements: PositiveInt = 2**34
 
 
@@ -185,7 +186,7 @@ class UntilConfig(Section):
     versions: PositiveInt | None = None
     metric: str | None = None  # a metric that members report for versions, e.g. "accuracy"
     at_least: float | None = None
-    hours: PositiveFloat | None = None
+    hours: PositiveFloat | None = None  # since version 0; until there is one, since the coordinator started
 
     @model_validator(mode="after")
     def _metric_has_a_target(self) -> UntilConfig:
@@ -245,7 +246,7 @@ class EdgeConfig(Section):
     batch_size: PositiveInt = 32
     codec: str = "float32"
     state: Path = Path("edge-state")  # the outbox and the newest version live in <state>/<node>
-    max_outbox: PositiveInt = 16  # updates offered and not yet settled; beyond it the node waits
+    max_outbox: Annotated[int, Field(gt=0, le=256)] = 16  # updates not yet settled; beyond it the node waits
     buffers: Literal["average", "local"] = "average"
 
 

@@ -8,6 +8,7 @@ logged, counted, and answered if somebody waits; a merge that the disk refuses i
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -15,7 +16,7 @@ from typing import Any, Protocol, TypeVar, Union
 
 from fleetddp.common.aggregator import Aggregator
 from fleetddp.common.clock import Clock
-from fleetddp.common.errors import FleetError, Reason, Refused
+from fleetddp.common.errors import FleetError, Reason, Refused, StorageError
 from fleetddp.common.events import (
     Announce,
     Discard,
@@ -55,7 +56,6 @@ Answer = Union[Joined, Heard, Left, Proceed, Receipt, Refused]
 
 PROGRESS_EVERY_S = 1.0  # the aggregator hears of an update's arriving bytes at most so often
 RETRY_MAX_S = 30.0  # between attempts at a merge that failed
-MAX_STATUS_MEMBERS = 1000  # shown in a status, so that it fits one message
 MAX_STATUS_VERSIONS = 100
 
 _log = logging.getLogger(__name__)
@@ -108,7 +108,8 @@ class Driver:
         self._cancel_wake: Callable[[], None] = lambda: None
         self._waiters: dict[UpdateId, list[Callable[[Receipt], None]]] = {}
         self._watchers: dict[str, list[Watcher]] = {}
-        self._progress: dict[UpdateId, float] = {}
+        self._progress: dict[UpdateId, float] = {}  # of those arriving: when the aggregator is to hear of bytes again
+        self._progress_every_s = min(PROGRESS_EVERY_S, aggregator.config.members.stall_s / 4)
         self._versions: deque[tuple[Version, str]] = deque(maxlen=MAX_STATUS_VERSIONS)
 
     # ---- what transports ask ----------------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ class Driver:
     @property
     def live_members(self) -> int:
         """How many members hold a lease."""
-        return sum(member["live"] for member in self._aggregator.status(self._clock.now())["members"])
+        return self._aggregator.live_members
 
     @property
     def layout(self) -> Layout | None:
@@ -172,6 +173,7 @@ class Driver:
 
     def open(self, offer: Offer, done: Callable[[Stream | Exception], None]) -> None:
         """Open the stream of an offer that may proceed; ``done`` gets it, or the ``Refused`` that says why not."""
+        self._progress.setdefault(offer.header.update_id, -math.inf)
         # On the journal's lane: what was discarded of this update before must be gone.
         self._host.submit(Lane.JOURNAL, lambda: self.staging.open(offer, self.layout), done)
 
@@ -199,16 +201,14 @@ class Driver:
         """Bytes of an update arrived: count them, and tell the aggregator now and then."""
         self.telemetry.bytes_in(size)
         now = self._clock.now()
-        if now - self._progress.get(update_id, -PROGRESS_EVERY_S) >= PROGRESS_EVERY_S:
-            self._progress[update_id] = now
+        due = self._progress.get(update_id)
+        if due is not None and now >= due:
+            self._progress[update_id] = now + self._progress_every_s
             self.handle(Progressed(update_id=update_id))
 
     def status(self) -> dict[str, Any]:
         """What ``fleetddp status`` shows; the schema is in WIRE.md."""
         status = self._aggregator.status(self._clock.now())
-        members = status["members"]
-        status["members"] = members[:MAX_STATUS_MEMBERS]
-        status["members_omitted"] = max(0, len(members) - MAX_STATUS_MEMBERS)
         status["versions"] = [
             {
                 "number": version.number,
@@ -296,8 +296,7 @@ class Driver:
             at = effect.at
             self._write("the window's opening", lambda: self.journal.opened(at))
         elif isinstance(effect, Ended):
-            reason = effect.reason
-            self._write("the end of the run", lambda: self.journal.ended(reason))
+            self._end(effect.reason)
         elif isinstance(effect, Wake):
             self._wake(effect.at)
         elif isinstance(effect, Say):
@@ -337,6 +336,14 @@ class Driver:
                 self._failed(f"{what} could not be journaled", result)
 
         self._host.submit(Lane.JOURNAL, work, done)
+
+    def _end(self, reason: str) -> None:
+        """Journal the end, here and now, once in a run: what expires with it is settled by the effects that follow."""
+        try:
+            self.journal.ended(reason)
+        except StorageError as error:
+            self._failed(f"the end of the run could not be journaled; trying again in {RETRY_MAX_S:g} s", error)
+            self._host.later(RETRY_MAX_S, lambda: None if self._stopped else self._end(reason))
 
     def _settle(self, receipts: tuple[Receipt, ...]) -> None:
         for receipt in receipts:

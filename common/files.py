@@ -121,6 +121,11 @@ class OsFile:
         if fd >= 0:
             os.close(fd)
 
+    def __del__(self) -> None:
+        # Opened in a thread for a call that was cancelled meanwhile: nobody else can.
+        with contextlib.suppress(AttributeError):  # not even opened
+            self.close()
+
 
 class OsFiles:
     """The operating system's files."""

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from fleetddp.common import admission
 from fleetddp.common.arrivals import Arrivals, Arriving
-from fleetddp.common.codecs import get
 from fleetddp.common.errors import Reason, Refused
 from fleetddp.common.events import (
     Discard,
@@ -33,7 +32,6 @@ from fleetddp.common.events import (
     SliceRejected,
     SliceStaged,
 )
-from fleetddp.common.layout import Layout
 from fleetddp.common.membership import Membership
 from fleetddp.common.payload import Geometry
 from fleetddp.common.receipts import Receipts
@@ -48,17 +46,15 @@ _BLAMELESS = _OF_THE_CALL | {Reason.STALE, Reason.OVERLAP, Reason.INIT_TAKEN}
 class Intake:
     """Takes updates in on behalf of an aggregator, with which it shares the standing, the members and the receipts."""
 
-    def __init__(self, run: str, standing: admission.Standing, members: Membership, receipts: Receipts) -> None:
+    def __init__(self, standing: admission.Standing, members: Membership, receipts: Receipts) -> None:
         self.refused: Counter[Reason] = Counter()
         self.duplicates = 0
         self.arrivals = Arrivals(standing.config.members.stall_s)
-        self._run = run
         self._standing = standing
         self._members = members
         self._receipts = receipts
         self._claimed: dict[UpdateId, UpdateId] = {}  # leaf id -> the update that holds it and is being made durable
         self._late: list[tuple[Update, Refused]] = []  # durable, and stale by the merge in flight
-        self._geometries: dict[tuple[str, int, bool], Geometry] = {}
 
     # ---- offers -----------------------------------------------------------------------------------------------------------
 
@@ -66,7 +62,7 @@ class Intake:
         """A stream was opened."""
         header = event.header
         try:
-            out.append(Reply(value=self._admit(event, now)))
+            out.append(Reply(value=self._admit(event, now, out)))
         except Refused as refusal:
             if refusal.retry or refusal.reason in _OF_THE_CALL:
                 self.reply_no(header.update_id.node, refusal, out)
@@ -74,11 +70,10 @@ class Intake:
                 self.refuse(header, refusal, out)
                 out.append(Reply(value=refusal))
 
-    def _admit(self, event: Offer, now: float) -> Proceed | Receipt:
+    def _admit(self, event: Offer, now: float, out: list[Effect]) -> Proceed | Receipt:
         header, part = event.header, event.slice
         update_id = header.update_id
-        if event.run not in ("", self._run):
-            raise Refused(Reason.WRONG_RUN, f"this is run {self._run}, not {event.run}")
+        admission.check_run(event.run, self._standing)
         member = self._members.known(update_id.node)
         if update_id.incarnation > member.incarnation:
             raise Refused(Reason.UNKNOWN_NODE, f"incarnation {update_id.incarnation} of {update_id.node} has not joined")
@@ -91,15 +86,15 @@ class Intake:
         if arriving is not None:
             if arriving.header != header:
                 raise Refused(Reason.ID_REUSED, f"{update_id} is arriving already, with another header")
-            admission.check_slice(part, arriving.geometry, self._standing)
+            admission.check_slice(part, header, arriving.geometry, self._standing)
             arriving.offer(part)
             return Proceed()
         admission.check_header(header, self._standing)
         overlap = self._overlap(header)
         if overlap:
-            return self._refuse_overlap(header, overlap)
-        arriving = Arriving(header=header, geometry=self._geometry(header), progressed_at=now)
-        admission.check_slice(part, arriving.geometry, self._standing)
+            return self._refuse_overlap(header, overlap, out)
+        arriving = Arriving(header=header, geometry=Geometry.of_update(header, self._standing.layout), progressed_at=now)
+        admission.check_slice(part, header, arriving.geometry, self._standing)
         arriving.offer(part)
         self.arrivals.add(arriving)
         return Proceed()
@@ -125,28 +120,14 @@ class Intake:
         ids = header.leaf_ids
         return tuple(sorted({*self._receipts.taken(ids), *(i for i in ids if i in self._claimed)}))
 
-    def _refuse_overlap(self, header: UpdateHeader, overlap: tuple[UpdateId, ...]) -> Receipt:
+    def _refuse_overlap(self, header: UpdateHeader, overlap: tuple[UpdateId, ...], out: list[Effect]) -> Receipt:
         message = f"{len(overlap)} of its updates are here already, {overlap[0]} for one"
         receipt = Receipt(
             update_id=header.update_id, state=State.REFUSED, reason=Reason.OVERLAP.value, message=message, overlap=overlap
         )
         self._receipts.refuse(receipt)
-        self.refused[Reason.OVERLAP] += 1
+        self.say_no(header.update_id.node, Refused(Reason.OVERLAP, message), out)
         return receipt
-
-    def _geometry(self, header: UpdateHeader) -> Geometry:
-        buffers = header.kind is not Kind.GRADIENT
-        if header.kind is Kind.INIT:
-            return Geometry(Layout.from_json(header.layout_spec), get(header.codec))
-        key = (header.codec, header.rows, buffers)
-        geometry = self._geometries.get(key)
-        if geometry is None:
-            layout = self._standing.layout
-            assert layout is not None  # admission: the base version exists
-            geometry = Geometry(layout, get(header.codec), rows=header.rows, buffers=buffers)
-            if header.rows == 1:
-                self._geometries[key] = geometry
-        return geometry
 
     # ---- streams ----------------------------------------------------------------------------------------------------------
 
@@ -187,7 +168,7 @@ class Intake:
         if overlap:
             self.arrivals.remove(header.update_id)
             out.append(Discard(update_id=header.update_id))
-            out.append(Settle(receipts=(self._refuse_overlap(header, overlap),)))
+            out.append(Settle(receipts=(self._refuse_overlap(header, overlap, out),)))
             return
         try:
             admission.check_complete(update, self._standing)

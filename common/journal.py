@@ -25,6 +25,7 @@ from fleetddp.common.errors import ConfigError, Reason, Refused, StorageError
 from fleetddp.common.events import Decision
 from fleetddp.common.files import File, Files, OsFiles
 from fleetddp.common.layout import Layout
+from fleetddp.common.receipts import INCARNATIONS
 from fleetddp.common.recovered import (
     Recovered,
     decision_from_json,
@@ -69,7 +70,7 @@ CRASH_POINTS = (
 
 _SCHEMA_VERSION = 1
 _SCHEMA = (
-    "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL)",  # run, layout, window, decision, finished
+    "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL)",  # run, layout, began, window, decision, finished
     "CREATE TABLE updates (place INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, at REAL NOT NULL, kind TEXT NOT NULL, body TEXT)",
     "CREATE TABLE versions (number INTEGER PRIMARY KEY, payload_start INTEGER NOT NULL, body TEXT NOT NULL)",
     "CREATE TABLE merged (id TEXT PRIMARY KEY, version INTEGER NOT NULL)",
@@ -154,19 +155,20 @@ class Journal:
             versions = [version_from_json(row[0]) for row in self._db.execute("SELECT body FROM versions ORDER BY number")]
             merged = {UpdateId.parse(i): v for i, v in self._db.execute("SELECT id, version FROM merged")}
             high = {(n, i): s for n, i, s in self._db.execute("SELECT node, incarnation, sequence FROM high_water")}
-            layout, window, decision, finished = map(self._fact, ("layout", "window", "decision", "finished"))
+            facts: dict[str, str] = dict(self._db.execute("SELECT name, value FROM facts"))
             self._clean(self._payloads, {_payload_name(u.update_id): u.payload_bytes for u in accepted})
             self._clean(self._versions, {_version_name(v.number): v.payload_bytes for v in versions})
         return Recovered(
             run=self.run,
-            layout=None if layout is None else Layout.from_json(layout.encode()),
+            layout=Layout.from_json(facts["layout"].encode()) if "layout" in facts else None,
             version=versions[-1] if versions else None,
-            window_opened_at=None if window is None else json.loads(window),
+            began_at=json.loads(facts["began"]) if "began" in facts else None,
+            window_opened_at=json.loads(facts["window"]) if "window" in facts else None,
             accepted=accepted,
-            decision=None if decision is None else decision_from_json(decision),
+            decision=decision_from_json(facts["decision"]) if "decision" in facts else None,
             high_water=high,
             merged=merged,
-            finished=finished or "",
+            finished=facts.get("finished", ""),
         )
 
     def _clean(self, folder: Path, promised: dict[str, int]) -> None:
@@ -219,16 +221,17 @@ class Journal:
         with self._transaction("accept") as db:
             row = (str(update_id), at, update.header.kind.value, update_to_json(update))
             db.execute("INSERT INTO updates (id, at, kind, body) VALUES (?, ?, ?, ?)", row)
-            self._raise_high_water([update_id])
 
     def discard(self, update_id: UpdateId) -> None:
-        """Forget an update that was staged, or accepted but never acknowledged. Its id stays below the high-water mark."""
-        with self._lock:
+        """Forget an update that was staged, or accepted but never acknowledged."""
+        with self._lock, storage(f"cannot look for {update_id}"):
             staged = self._staged.pop(update_id, None)
+            row = self._db.execute("SELECT 1 FROM updates WHERE id = ?", (str(update_id),)).fetchone()
         if staged is not None:
             staged.close()
-        with self._transaction("discard") as db:
-            db.execute("DELETE FROM updates WHERE id = ?", (str(update_id),))
+        if row is not None:  # else nothing is to be written: a full disk must not keep us from making room
+            with self._transaction("discard") as db:
+                db.execute("DELETE FROM updates WHERE id = ?", (str(update_id),))
         with storage(f"cannot remove the payload of {update_id}"):
             self._files.unlink(self._payload_path(update_id))
 
@@ -300,11 +303,14 @@ class Journal:
             db.execute("INSERT INTO versions (number, payload_start, body) VALUES (?, ?, ?)", row)
             for update_id in settled:
                 db.execute("DELETE FROM updates WHERE id = ?", (str(update_id),))
-            for update_id in sorted({*settled, *leaves}):
-                db.execute("INSERT OR REPLACE INTO merged (id, version) VALUES (?, ?)", (str(update_id), version.number))
-            self._raise_high_water(leaves)
+            ids = sorted({*settled, *leaves})
+            merged = [(str(update_id), version.number) for update_id in ids]
+            db.executemany("INSERT OR REPLACE INTO merged (id, version) VALUES (?, ?)", merged)
+            self._raise_high_water(ids)
             db.execute("DELETE FROM facts WHERE name = 'decision'")
-            self._set("layout", layout.to_json().decode())
+            if newest is None:
+                self._set("layout", layout.to_json().decode())
+                self._set("began", json.dumps(version.published_at))
             oldest = version.number - self._keep + 1
             retired = [n for (n,) in db.execute("SELECT number FROM versions WHERE number < ?", (oldest,))]
             db.execute("DELETE FROM versions WHERE number < ?", (oldest,))
@@ -337,12 +343,6 @@ class Journal:
                 raise Refused(Reason.UNKNOWN_VERSION, f"version {number} is not kept here; kept: {kept or 'none yet'}")
             return VersionReader(self._files.open(self._versions / _version_name(number)), row[0], version_from_json(row[1]))
 
-    def layout(self) -> Layout | None:
-        """The run's layout, once a version is published."""
-        with self._lock, storage("cannot read the layout"):
-            text = self._fact("layout")
-        return None if text is None else Layout.from_json(text.encode())
-
     # ---- rows -----------------------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -367,11 +367,17 @@ class Journal:
         row: Any = self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
         return None if row is None else str(row[0])
 
-    def _raise_high_water(self, ids: tuple[UpdateId, ...] | list[UpdateId]) -> None:
+    def _raise_high_water(self, ids: list[UpdateId]) -> None:
+        """What is settled now stays known when ``merged`` has forgotten it; ``INCARNATIONS`` marks are kept for a node."""
         self._db.executemany(
             "INSERT INTO high_water (node, incarnation, sequence) VALUES (?, ?, ?) "
             "ON CONFLICT (node, incarnation) DO UPDATE SET sequence = max(sequence, excluded.sequence)",
             ids,
+        )
+        kept = "SELECT incarnation FROM high_water WHERE node = :node ORDER BY incarnation DESC LIMIT :kept"
+        self._db.executemany(
+            f"DELETE FROM high_water WHERE node = :node AND incarnation NOT IN ({kept})",
+            [{"node": node, "kept": INCARNATIONS} for node in sorted({update_id.node for update_id in ids})],
         )
 
     # ---- names ----------------------------------------------------------------------------------------------------------------

@@ -1,22 +1,25 @@
 """Who takes part: leases, incarnations, and running counts of whom the window still waits for.
 
 A member is *live* from its Join until it leaves or its lease ends. Its record outlives that: an older process of the same
-node must go on being told that it was replaced. Counts change with the member that changes; nothing here walks over all
-members.
+node must go on being told that it was replaced. Of the members that are gone the last ``REMEMBERED`` are kept. Counts change
+with the member that changes; nothing here walks over all members.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from fleetddp.common.config import MembersConfig
 from fleetddp.common.errors import Reason, Refused
 from fleetddp.common.events import Heartbeat, Join
 from fleetddp.common.update import NO_VERSION, Tier, Update, UpdateId
+
+REMEMBERED = 65_536  # members that are gone
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +52,7 @@ class Member:
             "node": self.node,
             "tier": self.tier.value,
             "live": self.live,
+            "incarnation": self.incarnation,
             "last_seen_s": self.seen_at,
             "base_version": self.base_version,
             "updates": self.accepted,
@@ -73,9 +77,11 @@ class Member:
 class Membership:
     """All members by node name."""
 
-    def __init__(self, config: MembersConfig) -> None:
+    def __init__(self, config: MembersConfig, remembered: int = REMEMBERED) -> None:
         self._config = config
+        self._remembered = remembered
         self._members: dict[str, Member] = {}
+        self._gone: dict[str, None] = {}  # those not live, the longest gone first
         self._leases: list[tuple[float, str]] = []  # one entry a live member; may be earlier than its lease
         self._touched: list[Member] = []  # those with anything to reset when the next window opens
         self.expected = 0
@@ -84,8 +90,13 @@ class Membership:
         self.live_by_tier: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.changed = False  # have the counts changed since somebody set this to False?
 
-    def __iter__(self) -> Iterator[Member]:
-        return iter(self._members.values())
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def status(self, most: int) -> list[dict[str, Any]]:
+        """What people see of ``most`` members by name; those that are live before those that are gone."""
+        shown = heapq.nsmallest(most, self._members.values(), key=lambda member: (not member.live, member.node))
+        return [member.status() for member in sorted(shown, key=attrgetter("node"))]
 
     def get(self, node: str) -> Member | None:
         """The record of a node, live or not."""
@@ -102,7 +113,7 @@ class Membership:
         if member is None:
             member = self._members[event.node] = Member(event.node, event.tier, event.incarnation)
         elif event.incarnation < member.incarnation:
-            raise _superseded(event.node, event.incarnation, member.incarnation)
+            raise superseded(event.node, event.incarnation, member.incarnation)
         before = self._take_out(member)
         member.tier, member.incarnation, member.leaves = event.tier, event.incarnation, event.leaves
         member.presumed = False
@@ -129,7 +140,7 @@ class Membership:
         """A heartbeat: extends the lease. ``Refused``: UNKNOWN_NODE (join first) or SUPERSEDED."""
         member = self.known(event.node)
         if event.incarnation < member.incarnation:
-            raise _superseded(event.node, event.incarnation, member.incarnation)
+            raise superseded(event.node, event.incarnation, member.incarnation)
         if event.incarnation > member.incarnation:
             raise Refused(Reason.UNKNOWN_NODE, f"incarnation {event.incarnation} of {event.node} has not joined")
         member.seen_at = now
@@ -166,7 +177,9 @@ class Membership:
         lost = []
         while self._leases and self._leases[0][0] <= now:
             _, node = heapq.heappop(self._leases)
-            member = self._members[node]
+            member = self._members.get(node)
+            if member is None:  # long gone
+                continue
             member.queued = False
             if member.live and self._lease_end(member) > now:
                 self._enqueue(member)
@@ -177,7 +190,9 @@ class Membership:
 
     def arrive(self, update: Update, window: int, staleness: int) -> None:
         """Count an accepted update for the member that sent it."""
-        member = self._members[update.update_id.node]
+        member = self._members.get(update.update_id.node)
+        if member is None:  # forgotten while its last update was made durable: that counts, its member does not
+            return
         member.accepted += 1
         member.payload_bytes += update.payload_bytes
         member.staleness = staleness
@@ -213,6 +228,7 @@ class Membership:
         self._touched.clear()
 
     def _revive(self, member: Member, now: float) -> None:
+        self._gone.pop(member.node, None)
         member.live = True
         member.seen_at = now
         self._enqueue(member)
@@ -233,6 +249,14 @@ class Membership:
         before = self._take_out(member)
         member.live = False
         self._put_back(member, before)
+        self._bury(member)
+
+    def _bury(self, member: Member) -> None:
+        """It is gone; so is the memory of another that has been for much longer."""
+        self._gone[member.node] = None
+        if len(self._gone) > self._remembered:
+            oldest = next(iter(self._gone))
+            del self._gone[oldest], self._members[oldest]
 
     def _take_out(self, member: Member) -> tuple[tuple[int, int, int], Tier | None]:
         """What the member counts for now; to be handed to ``_put_back`` after the change."""
@@ -251,5 +275,6 @@ class Membership:
             self.live_by_tier[member.tier] += 1
 
 
-def _superseded(node: str, incarnation: int, newest: int) -> Refused:
+def superseded(node: str, incarnation: int, newest: int) -> Refused:
+    """The refusal of a process that is not its node's newest."""
     return Refused(Reason.SUPERSEDED, f"incarnation {incarnation} of {node} was replaced by {newest}")

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
 from fleetddp.common.config import Constant, Discount, MergeConfig, Polynomial
-from fleetddp.common.events import Term
+from fleetddp.common.events import Decision, Term
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry, tensor_over
+from fleetddp.common.scores import weighted_means
 from fleetddp.common.update import Interval, Kind, Tier, Update
 
 Read = Callable[[int, int], bytes]  # bytes [start, stop) of an update's payload
@@ -47,6 +48,20 @@ class _Row:
     buffer_scale: float
 
 
+def decision_on(updates: Iterable[Update], version: int, at: float, reason: str, config: MergeConfig) -> Decision:
+    """What version ``version`` is made of: these updates, in the canonical order."""
+    ordered = sorted(updates, key=lambda update: update.update_id)
+    return Decision(
+        version=version,
+        at=at,
+        terms=plan(ordered, version, config),
+        ids=tuple(update.update_id for update in ordered),
+        leaf_ids=tuple(sorted(i for update in ordered for i in update.header.leaf_ids)),
+        reason=reason,
+        metrics=weighted_means(ordered),
+    )
+
+
 def plan(updates: Sequence[Update], version: int, config: MergeConfig) -> tuple[Term, ...]:
     """The terms that make version ``version`` out of deltas, gradients and partials, in any order.
 
@@ -65,7 +80,7 @@ def plan(updates: Sequence[Update], version: int, config: MergeConfig) -> tuple[
             update_id=row.update.update_id,
             row=row.index,
             coefficient=row.scale * row.discount / means[row.tier].samples * means[row.tier].share,
-            buffer_coefficient=row.buffer_scale * row.discount / buffered if row.buffer_samples else 0.0,
+            buffer_coefficient=row.buffer_scale * row.discount / buffered if row.buffer_samples and buffered else 0.0,
         )
         for row in rows
     )

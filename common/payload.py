@@ -18,7 +18,7 @@ from torch import Tensor
 from fleetddp.common.codecs import BLOCK, Codec, get
 from fleetddp.common.errors import ConfigError, Reason, Refused
 from fleetddp.common.layout import Layout
-from fleetddp.common.update import Interval
+from fleetddp.common.update import Interval, Kind, UpdateHeader
 
 
 class Section(NamedTuple):
@@ -53,6 +53,18 @@ class Geometry:
         self._parameter_bytes = codec.encoded_bytes(layout.parameters)
         self.row_bytes = self._parameter_bytes + self._buffer_codec.encoded_bytes(self._buffer_elements)
         self.payload_bytes = rows * self.row_bytes
+
+    @classmethod
+    def of_update(cls, header: UpdateHeader, layout: Layout | None) -> Geometry:
+        """The payload of an update in the run's ``layout``; an ``init`` brings its own.
+
+        Raises ``Refused``: ``NO_VERSION`` (the run has no layout yet), ``UNKNOWN_CODEC``.
+        """
+        if header.kind is Kind.INIT:
+            layout = Layout.from_json(header.layout_spec)
+        if layout is None:
+            raise Refused(Reason.NO_VERSION, f"{header.update_id} cannot be placed: this run has no layout yet")
+        return cls(layout, get(header.codec), rows=header.rows, buffers=header.kind is not Kind.GRADIENT)
 
     # ---- elements -> bytes --------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from fleetddp.common.merge import Operand, weighted_sum
 from fleetddp.common.outer import OuterOptimizer
 from fleetddp.common.payload import Geometry
 from fleetddp.common.stored import storage
-from fleetddp.common.update import Interval, Kind, Update, UpdateId, Version
+from fleetddp.common.update import Interval, Update, UpdateId, Version
 from fleetddp.common.version_file import BLOCK_ELEMENTS, VersionFile, VersionWriter, blocks
 
 Weights = Callable[[Interval, Tensor], Tensor]  # (elements, out f32[n]) -> out, holding those elements
@@ -124,9 +124,7 @@ class Publisher:
         return lambda term: operands[term.update_id]
 
     def _operand(self, update: Update, layout: Layout) -> Operand:
-        header = update.header
-        geometry = Geometry(layout, codecs.get(header.codec), rows=header.rows, buffers=header.kind is not Kind.GRADIENT)
-        return Operand(geometry, self._reader(update.update_id))
+        return Operand(Geometry.of_update(update.header, layout), self._reader(update.update_id))
 
     def _reader(self, update_id: UpdateId) -> Callable[[int, int], bytes]:
         # Opened for each block anew: a window may hold more updates than a process may have open files.

@@ -2,8 +2,9 @@
 
 Accepted updates are remembered until they are settled. Of the settled ones the newest are remembered by id; of those that
 were merged and forgotten, here or by the journal, a high-water mark for each (node, incarnation) is kept, their largest
-sequence: a member offers its updates in sequence order, so that anything at or below the mark has been settled. A partial
-stands for its leaf updates: a leaf id in it counts as accepted or merged with it.
+sequence: a member offers its updates in order, each when the one before is accepted or settled, so that anything at or below
+the mark has been settled. For the same reason a few marks of a node are enough: what processes older than all of them sent has
+been settled too. A partial stands for its leaf updates: a leaf id in it counts as accepted or merged with it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from fleetddp.common.errors import Reason
 from fleetddp.common.update import NO_VERSION, Receipt, State, Update, UpdateId
 
 REMEMBERED = 65_536  # settled ids
-INCARNATIONS = 64  # marks kept for one node; what older processes sent is taken as settled
+INCARNATIONS = 8  # marks kept for one node, those of its newest processes
 
 
 class Receipts:
@@ -27,7 +28,6 @@ class Receipts:
         self._accepted: dict[UpdateId, Update] = {}  # by own id and by each leaf id
         self._settled: dict[UpdateId, Receipt] = {}  # oldest first
         self._marks: dict[str, dict[int, int]] = {}  # node -> incarnation -> sequence
-        self._oldest: dict[str, int] = {}  # node -> incarnations below it have lost their mark
         for (node, incarnation), sequence in sorted(high_water.items()):
             self._raise_mark(UpdateId(node, incarnation, sequence))
         for update_id, version in sorted(merged.items(), key=lambda item: (item[1], item[0])):
@@ -69,6 +69,10 @@ class Receipts:
         """Those of ``ids`` that were accepted or merged already: a sum that holds them must not be merged."""
         return tuple(i for i in ids if (r := self.find(i)) is not None and r.state in (State.ACCEPTED, State.MERGED))
 
+    def newest(self, node: str) -> int:
+        """The newest incarnation of this node that there is a mark of; -1 for none."""
+        return max(self._marks.get(node, ()), default=-1)
+
     def _close(self, update_id: UpdateId, state: State, version: int, reason: str, message: str) -> tuple[Receipt, ...]:
         receipts = []
         for held in _all_ids(self._accepted[update_id]):
@@ -89,14 +93,13 @@ class Receipts:
         marks = self._marks.setdefault(update_id.node, {})
         marks[update_id.incarnation] = max(update_id.sequence, marks.get(update_id.incarnation, -1))
         if len(marks) > INCARNATIONS:
-            oldest = min(marks)
-            del marks[oldest]
-            self._oldest[update_id.node] = max(oldest + 1, self._oldest.get(update_id.node, 0))
+            del marks[min(marks)]
 
     def _below_mark(self, update_id: UpdateId) -> bool:
-        if update_id.incarnation < self._oldest.get(update_id.node, 0):
+        marks = self._marks.get(update_id.node, {})
+        if len(marks) == INCARNATIONS and update_id.incarnation < min(marks):
             return True
-        return update_id.sequence <= self._marks.get(update_id.node, {}).get(update_id.incarnation, -1)
+        return update_id.sequence <= marks.get(update_id.incarnation, -1)
 
 
 def _all_ids(update: Update) -> tuple[UpdateId, ...]:

@@ -19,10 +19,11 @@ class Recovered:
     run: str
     layout: Layout | None = None
     version: Version | None = None  # the newest
+    began_at: float | None = None  # when version 0 was published
     window_opened_at: float | None = None
     accepted: tuple[Update, ...] = ()  # acknowledged and not settled, in the order they were accepted
     decision: Decision | None = None  # journaled, its version not yet published
-    high_water: Mapping[tuple[str, int], int] = field(default_factory=dict)  # (node, incarnation) -> largest sequence known
+    high_water: Mapping[tuple[str, int], int] = field(default_factory=dict)  # (node, incarnation) -> largest sequence merged
     merged: Mapping[UpdateId, int] = field(default_factory=dict)  # of the versions kept: id -> the version it is in
     finished: str = ""
 

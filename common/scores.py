@@ -40,4 +40,4 @@ def weighted_means(updates: Iterable[Update]) -> dict[str, float]:
             if math.isfinite(value):
                 total, weight = sums.get(name, (0.0, 0.0))
                 sums[name] = (total + update.samples * value, weight + update.samples)
-    return {name: total / weight for name, (total, weight) in sorted(sums.items())}
+    return {name: total / weight for name, (total, weight) in sorted(sums.items()) if math.isfinite(total)}

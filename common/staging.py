@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from fleetddp.common.checksum import checksum, joined
-from fleetddp.common.codecs import get
 from fleetddp.common.config import LimitsConfig
 from fleetddp.common.errors import Reason, Refused, StorageError
 from fleetddp.common.events import Offer, SliceStaged
@@ -24,7 +23,7 @@ from fleetddp.common.journal import Journal, StagedFile
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry, tensor_over
 from fleetddp.common.transport.limits import CHUNK_BYTES
-from fleetddp.common.update import Interval, Kind, Slice, Update, UpdateHeader, UpdateId
+from fleetddp.common.update import Interval, Slice, Update, UpdateHeader, UpdateId
 
 
 @dataclass(slots=True, eq=False)
@@ -200,16 +199,14 @@ class Staging:
         self._journal.discard(update_id)
 
     def _geometry(self, header: UpdateHeader, layout: Layout | None) -> Geometry:
-        if header.kind is Kind.INIT:
-            layout = Layout.from_json(header.layout_spec)
-        if layout is None:
-            raise Refused(Reason.NO_VERSION, f"{header.update_id} cannot be checked: this run has no layout yet")
+        geometry = Geometry.of_update(header, layout)
+        layout = geometry.layout
         if layout.fingerprint != header.layout:
             raise Refused(Reason.WRONG_LAYOUT, f"{header.update_id} has layout {header.layout}, not {layout.fingerprint}")
         if layout.elements > self._limits.max_elements:
             limit = self._limits.max_elements
             raise Refused(Reason.TOO_LARGE, f"a layout of {layout.elements} elements; limits.max_elements is {limit}")
-        return Geometry(layout, get(header.codec), rows=header.rows, buffers=header.kind is not Kind.GRADIENT)
+        return geometry
 
     def _stage(self, update_id: UpdateId, payload_bytes: int) -> StagedFile:
         try:

@@ -19,7 +19,7 @@ def storage(what: str) -> Iterator[None]:
     """Turn what the disk and SQLite raise into ``StorageError`` that says what could not be done."""
     try:
         yield
-    except (OSError, sqlite3.Error, OverflowError) as error:  # OverflowError: an id beyond SQLite's 64-bit integers
+    except (OSError, sqlite3.Error) as error:
         raise StorageError(f"{what}: {error}") from error
 
 

@@ -12,12 +12,11 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import google_crc32c
 
-from fleetddp.common import codecs
 from fleetddp.common.assembly import assemble, open_journal
 from fleetddp.common.clock import Clock
 from fleetddp.common.config import FleetConfig
@@ -43,11 +42,24 @@ from fleetddp.common.staging import Stream
 from fleetddp.common.telemetry import Telemetry
 from fleetddp.common.transport import MEMBER_REASONS, Parent, Sink
 from fleetddp.common.transport.limits import CHUNK_BYTES
-from fleetddp.common.update import NO_VERSION, Kind, Receipt, Slice, State, UpdateHeader, Version
+from fleetddp.common.update import NO_VERSION, Receipt, Slice, State, UpdateHeader, Version
 
 T = TypeVar("T")
 
 LOOK_AGAIN_S = 0.05  # how often one who waits looks whether a timer is due
+
+
+@dataclass(order=True, slots=True)
+class _Timer:
+    """A call that is due; those of one time in the order they were asked for."""
+
+    at: float
+    order: int
+    call: Callable[[], None] = field(compare=False)
+
+    def cancel(self) -> None:
+        """Nothing is due any more."""
+        self.call = lambda: None
 
 
 class InlineHost:
@@ -55,9 +67,8 @@ class InlineHost:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timers: list[_Timer] = []
         self._order = itertools.count()
-        self._cancelled: set[int] = set()
 
     def submit(self, lane: Lane, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
         """See ``Host``."""
@@ -70,17 +81,14 @@ class InlineHost:
 
     def later(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
         """See ``Host``."""
-        number = next(self._order)
-        heapq.heappush(self._timers, (self._clock.now() + seconds, number, call))
-        return lambda: self._cancelled.add(number)
+        timer = _Timer(self._clock.now() + seconds, next(self._order), call)
+        heapq.heappush(self._timers, timer)
+        return timer.cancel
 
     def run_due(self) -> None:
         """Fire the timers that are due."""
-        while self._timers and self._timers[0][0] <= self._clock.now():
-            _, number, call = heapq.heappop(self._timers)
-            if number not in self._cancelled:
-                call()
-            self._cancelled.discard(number)
+        while self._timers and self._timers[0].at <= self._clock.now():
+            heapq.heappop(self._timers).call()
 
 
 class MemoryFleet:
@@ -286,8 +294,5 @@ class MemoryParent(Parent):
 
 
 def _chunks(offer: Offer, layout: Layout | None) -> Iterator[ByteRange]:
-    header = offer.header
-    layout = Layout.from_json(header.layout_spec) if header.kind is Kind.INIT else layout
-    assert layout is not None  # the aggregator let the offer pass
-    geometry = Geometry(layout, codecs.get(header.codec), rows=header.rows, buffers=header.kind is not Kind.GRADIENT)
+    geometry = Geometry.of_update(offer.header, layout)
     return geometry.chunks((geometry.byte_range(i) for i in offer.slice.intervals), CHUNK_BYTES)

@@ -9,16 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
-from fleetddp.common import codecs
 from fleetddp.common.checksum import checksum, joined
 from fleetddp.common.errors import Reason, Refused, Unreachable
 from fleetddp.common.events import ByteRange
-from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry
 from fleetddp.common.transport import Sink, chunks, wire
 from fleetddp.common.transport.chunks import ChunkBytes
 from fleetddp.common.transport.limits import CHUNK_BYTES
-from fleetddp.common.update import Kind, Receipt, Slice, UpdateHeader, Version
+from fleetddp.common.update import Receipt, Slice, Version
 from fleetddp.protos import fleet_pb2 as pb
 
 
@@ -199,11 +197,6 @@ class PushAttempt:
     def end(self) -> None:
         """The call is over: let the sending thread go."""
         self._held.put(None)
-
-
-def geometry_of(header: UpdateHeader, layout: Layout) -> Geometry:
-    """Of an update's canonical payload; raises ``Refused(UNKNOWN_CODEC)``."""
-    return Geometry(layout, codecs.get(header.codec), rows=header.rows, buffers=header.kind is not Kind.GRADIENT)
 
 
 def skip(ranges: Iterable[ByteRange], count: int) -> tuple[ByteRange, ...]:

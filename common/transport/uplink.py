@@ -22,10 +22,11 @@ from fleetddp.common.config import SecurityConfig
 from fleetddp.common.errors import FleetError, Reason, Refused, Unreachable
 from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, News, Offer
 from fleetddp.common.layout import Layout
+from fleetddp.common.payload import Geometry
 from fleetddp.common.security import channel_credentials, check_plaintext
 from fleetddp.common.transport import MEMBER_REASONS, Sink, chunks, limits, wire
 from fleetddp.common.transport.backoff import Backoff
-from fleetddp.common.transport.transfers import PullTransfer, PushTransfer, StallWatch, Transfer, geometry_of
+from fleetddp.common.transport.transfers import PullTransfer, PushTransfer, StallWatch, Transfer
 from fleetddp.common.update import Kind, Receipt, Slice, State, UpdateHeader, Version
 from fleetddp.protos import fleet_pb2 as pb
 
@@ -197,7 +198,7 @@ class Uplink:
 
     def _push_once(self, transfer: PushTransfer, header: UpdateHeader, slice: Slice) -> Receipt:
         if not transfer.ranges:
-            transfer.place(geometry_of(header, self._layout_for(header)), slice)
+            transfer.place(Geometry.of_update(header, self._layout_for(header)), slice)
         link = self._current()
         attempt = transfer.attempt()
         call = self._open(link, "Push", attempt.requests())
@@ -214,9 +215,9 @@ class Uplink:
                 call.cancel()
         raise Unreachable(f"{self.address} ended the push of {header.update_id} without a receipt")
 
-    def _layout_for(self, header: UpdateHeader) -> Layout:
+    def _layout_for(self, header: UpdateHeader) -> Layout | None:
         if header.kind is Kind.INIT:
-            return Layout.from_json(header.layout_spec)
+            return None  # it brings its own
         layout = self._layout
         if layout is None or layout.fingerprint != header.layout:
             layout = self._layout = self.layout()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fleetddp.common import codecs
 from fleetddp.common.journal import Journal
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry, bytes_of
@@ -38,18 +37,13 @@ def make_update(
         groups=groups,
         layout_spec=layout_spec,
     )
-    payload_bytes = 0 if layout is None else geometry_of(header, layout).payload_bytes
+    payload_bytes = 0 if layout is None else Geometry.of_update(header, layout).payload_bytes
     return Update(header=header, samples=samples, squared_norm=1.0, payload_bytes=payload_bytes, slices=())
-
-
-def geometry_of(header: UpdateHeader, layout: Layout) -> Geometry:
-    """Where the elements of an update lie in its payload."""
-    return Geometry(layout, codecs.get(header.codec), rows=header.rows, buffers=header.kind is not Kind.GRADIENT)
 
 
 def encoded(header: UpdateHeader, layout: Layout, rows: Sequence[Tensor]) -> bytes:
     """The canonical payload of these rows, each f32[layout.elements]."""
-    geometry = geometry_of(header, layout)
+    geometry = Geometry.of_update(header, layout)
     flat = torch.cat(list(rows))
     return b"".join(bytes(bytes_of(geometry.encode(flat[start:stop], (start, stop)))) for start, stop in geometry.required())
 

@@ -31,7 +31,7 @@ from fleetddp.common.payload import Geometry, bytes_of
 from fleetddp.common.publish import Publisher
 from fleetddp.common.staging import Staging
 from fleetddp.common.telemetry import Telemetry
-from fleetddp.common.update import Kind, Receipt, Slice, State, Tier, UpdateHeader, UpdateId
+from fleetddp.common.update import Kind, Receipt, Slice, State, Tier, Update, UpdateHeader, UpdateId
 
 VERSIONS = 4
 LAYOUT = Layout.of([("w", (3, 500)), ("b", (7,))], [("mean", (9,))])
@@ -39,6 +39,7 @@ CONFIG = parse(
     {
         "window": {"preset": "fedbuff", "quorum": 2},
         "outer": {"preset": "diloco"},
+        "merge": {"staleness": {"max_staleness": 0}},
         "publish": "bfloat16",
         "until": {"versions": VERSIONS},
         "coordinator": {"keep_versions": 2},
@@ -150,6 +151,7 @@ class Fleet:
                 sequence = self.driver.version + 1
                 if sequence == 2:
                     self._push("c", sequence, Kind.DELTA, spoiled=True)
+                    self._withdraw(UpdateId("c", 1, 3))
                 for node in ("a", "b"):
                     self._push(node, sequence, Kind.DELTA)
             self.world.clock.advance(1.0)
@@ -199,6 +201,16 @@ class Fleet:
             else:
                 assert not spoiled
                 self.driver.handle(stream.finish())
+
+    def _withdraw(self, update_id: UpdateId) -> None:
+        """An update that a merge made stale while it was made durable: its row goes again, in this life or the next."""
+        header = UpdateHeader(
+            update_id=update_id, kind=Kind.DELTA, tier=Tier.EDGE, base_version=0, codec="int8", layout=LAYOUT.fingerprint
+        )
+        self.journal.stage(update_id, 4).write(0, b"late")
+        update = Update(header=header, samples=1.0, squared_norm=1.0, payload_bytes=4, slices=())
+        self.journal.accept(update, self.world.clock.now())
+        self.staging.discard(update_id)
 
     def _told(self, receipt: Receipt) -> None:
         if receipt.state in (State.ACCEPTED, State.MERGED):

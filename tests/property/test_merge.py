@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from helpers.merging import encoded, geometry_of, make_update
+from helpers.merging import encoded, make_update
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +15,7 @@ from fleetddp.common.config import Constant, Hinge, MergeConfig, Polynomial, Sta
 from fleetddp.common.events import Term
 from fleetddp.common.layout import Layout
 from fleetddp.common.merge import Operand, plan, weighted_sum
+from fleetddp.common.payload import Geometry
 from fleetddp.common.update import Group, Interval, Kind, Tier, Update, UpdateId
 
 LAYOUT = Layout.of([("w", (40, 30)), ("tail", (5,))], [("mean", (700,))])
@@ -89,7 +90,9 @@ def test_neither_arrival_order_nor_block_size_changes_a_byte(
     operands: dict[UpdateId, Operand] = {}
     for leaf in found:
         data = encoded(leaf.update.header, LAYOUT, [leaf.values])
-        operands[leaf.update.update_id] = Operand(geometry_of(leaf.update.header, LAYOUT), lambda a, b, data=data: data[a:b])
+        operands[leaf.update.update_id] = Operand(
+            Geometry.of_update(leaf.update.header, LAYOUT), lambda a, b, data=data: data[a:b]
+        )
     updates = [leaf.update for leaf in found]
     terms = plan(updates, VERSION, config)
     random.shuffle(updates)  # type: ignore[attr-defined]

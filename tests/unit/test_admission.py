@@ -42,6 +42,9 @@ HEADERS: list[tuple[str, UpdateHeader, Reason, str]] = [
     ("an empty group", of_groups(replace(GROUP, ids=())), Reason.MALFORMED, "with 0 updates"),
     ("a group of regions", of_groups(replace(GROUP, tier=Tier.REGION)), Reason.MALFORMED, "tier region"),
     ("a group of no weight", of_groups(replace(GROUP, samples=0.0)), Reason.BAD_WEIGHT, "0.0 samples"),
+    ("a group of hardly any weight", of_groups(replace(GROUP, samples=5e-324)), Reason.BAD_WEIGHT, "allowed are 1e-09 to 1000"),
+    ("a group too heavy for its one update", of_groups(replace(GROUP, samples=1001.0)), Reason.BAD_WEIGHT, "1e-09 to 1000"),
+    ("hardly any buffers", of_groups(replace(GROUP, buffer_samples=5e-324)), Reason.BAD_WEIGHT, "5e-324 with buffers"),
     ("a group of NaN weight", of_groups(replace(GROUP, samples=math.nan)), Reason.BAD_WEIGHT, "nan samples"),
     ("more buffers than samples", of_groups(replace(GROUP, buffer_samples=11.0)), Reason.BAD_WEIGHT, "11.0 with buffers"),
     ("another layout", header(A, base_version=5, layout="0123456789abcdef"), Reason.WRONG_LAYOUT, "layout 0123456789ab; this"),
@@ -94,6 +97,15 @@ def test_a_stream_that_breaks_a_rule_refuses_its_update(piece: Slice, reason: Re
     assert steered.offer(header(A, base_version=5)).state is State.REFUSED
 
 
+def test_a_partial_may_weigh_as_much_as_its_updates() -> None:
+    steered = at_version_5()
+    steered.join("region", tier=Tier.REGION)
+    head = partial(uid("region"), [uid(node) for node in "xyz"], base_version=5)
+    assert steered.push(head, part(3000.0)).state is State.ACCEPTED  # type: ignore[union-attr]
+    again = replace(head, update_id=uid("region", 1), groups=(replace(head.groups[0], ids=(uid("u"), uid("v"), uid("w"))),))
+    assert steered.offer(again, part(3001.0)).reason is Reason.BAD_WEIGHT
+
+
 def test_a_gradient_carries_no_buffers() -> None:
     steered = at_version_5()
     head = header(A, base_version=5, kind=Kind.GRADIENT)
@@ -106,6 +118,7 @@ def test_a_gradient_carries_no_buffers() -> None:
     ("samples", "squared_norm", "reason", "words"),
     [
         (0.0, 1.0, Reason.BAD_WEIGHT, "0 samples behind the update"),
+        (5e-324, 1.0, Reason.BAD_WEIGHT, "4.94066e-324 samples behind the update; allowed are 1e-09 to 1000"),
         (10.0, 4.0001, Reason.NORM_BOUND, "allowed is 2 (limits.max_norm)"),
         (10.0, math.nan, Reason.NORM_BOUND, "the norm is nan"),
     ],
@@ -125,7 +138,7 @@ def test_a_whole_update_that_breaks_a_rule_is_refused_and_its_bytes_dropped(
 
 
 def test_the_norm_of_a_partial_is_bounded_as_its_updates_are() -> None:
-    standing = Standing(config=fleet(limits={"max_norm": 2.0}), version=5, head=5, layout=LAYOUT)
+    standing = Standing(run="fleet", config=fleet(limits={"max_norm": 2.0}), version=5, head=5, layout=LAYOUT)
     # two groups of sum(w u): |w u| <= 30 * 2 and 40 * 2, together at most sqrt(60^2 + 80^2) = 100
     groups = (replace(GROUP, samples=30.0), replace(GROUP, samples=40.0, base_version=4, ids=(uid("y"),)))
     update = durable(of_groups(*groups), samples=70.0)
@@ -135,14 +148,14 @@ def test_the_norm_of_a_partial_is_bounded_as_its_updates_are() -> None:
 
 
 def test_first_weights_need_neither_weight_nor_a_small_norm() -> None:
-    standing = Standing(config=fleet(limits={"max_norm": 2.0}))
+    standing = Standing(run="fleet", config=fleet(limits={"max_norm": 2.0}))
     check_complete(Update(header=init(A), samples=0.0, squared_norm=1e9, payload_bytes=1, slices=()), standing)
     with pytest.raises(Refused, match=r"NORM_BOUND.*allowed is 1e\+18"):
         check_complete(Update(header=init(A), samples=0.0, squared_norm=1.1e36, payload_bytes=1, slices=()), standing)
 
 
 def test_without_a_bound_of_its_own_a_fleet_still_refuses_what_could_overflow() -> None:
-    standing = Standing(config=fleet(), version=5, head=5, layout=LAYOUT)
+    standing = Standing(run="fleet", config=fleet(), version=5, head=5, layout=LAYOUT)
     check_complete(replace(durable(header(A, base_version=5), samples=1.0), squared_norm=0.9e36), standing)
     with pytest.raises(Refused, match="NORM_BOUND"):
         check_complete(replace(durable(header(A, base_version=5), samples=1.0), squared_norm=1.1e36), standing)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.steering import LAYOUT, Steered, durable, founded, header, init, part, partial, uid, version
 
-from fleetddp.common import events
+from fleetddp.common import aggregator, events
 from fleetddp.common.errors import Reason, Refused
 from fleetddp.common.recovered import Recovered
 from fleetddp.common.update import NO_VERSION, Receipt, State, Tier, UpdateId
@@ -329,6 +329,18 @@ def test_an_update_made_durable_after_the_end_expires() -> None:
     assert fleet.merges() == []
 
 
+def test_the_hours_of_a_run_go_on_through_a_restart() -> None:
+    recovered = founded(3, began_at=1000.0, window_opened_at=4000.0, accepted=(durable(header(uid("a"), base_version=3)),))
+    fleet = Steered.of(recovered, now=4000.0, until={"hours": 1})
+    assert not fleet.at(4599).aggregator.finished
+    assert fleet.at(4600).aggregator.finished == "1 hours have passed"
+    # over before it was started again: nothing is merged any more
+    fleet = Steered.of(recovered, now=5000.0, until={"hours": 1}, window={"preset": "async"})
+    assert fleet.aggregator.finished == "1 hours have passed"
+    assert fleet.merges() == []
+    assert fleet.receipts[uid("a")][-1].state is State.EXPIRED
+
+
 def test_a_metric_of_a_version_ends_the_run() -> None:
     fleet = Steered.of(until={"metric": "accuracy", "at_least": 0.9})
     fleet.join("a")
@@ -401,6 +413,22 @@ def test_a_deadline_that_passed_during_the_outage_leaves_members_a_heartbeat_to_
     assert ids(fleet) == [["a"]]
 
 
+def test_an_update_counts_although_the_opening_of_its_window_could_not_be_journaled() -> None:
+    fleet = Steered.of(founded(accepted=(durable(header(uid("a"))),)), now=100.0, window={"preset": "fedbuff", "quorum": 2})
+    assert fleet.all(events.Opened) == [events.Opened(at=100.0)]
+    fleet.join("b")
+    fleet.update("b")
+    assert ids(fleet) == [["a", "b"]]
+
+
+def test_a_clock_that_was_set_back_does_not_hold_a_window_open() -> None:
+    fleet = Steered.of(founded(window_opened_at=1e9), now=1000.0, window={"preset": "periodic", "deadline_s": 60})
+    fleet.join("a")
+    fleet.update("a")
+    fleet.at(1060)
+    assert [decision.at for decision in fleet.merges()] == [1060.0]
+
+
 def test_a_count_of_updates_does_not_wait_for_anybody_to_come_back() -> None:
     fleet = Steered.of(recovered(), now=110, window={"preset": "async"})
     assert (ids(fleet), fleet.merges()[0].at) == ([["a"]], 110)
@@ -441,6 +469,14 @@ def test_repeats_after_a_restart_are_known() -> None:
         Receipt(update_id=uid("a"), state=State.MERGED, version=1),
         Receipt(update_id=uid("a", 9), state=State.UNKNOWN),
     )
+
+
+def test_a_process_older_than_one_whose_updates_are_merged_is_told_so_even_after_a_restart() -> None:
+    fleet = Steered.of(founded(4, high_water={("a", 7): 3}), window=SYNC)
+    refusal = fleet.join("a", incarnation=6)
+    assert (refusal.reason, refusal.message) == (Reason.SUPERSEDED, "incarnation 6 of a was replaced by 7")
+    assert isinstance(fleet.join("a", incarnation=7), events.Joined)
+    assert isinstance(fleet.join("a", incarnation=8), events.Joined)
 
 
 def test_an_update_that_a_decision_made_stale_before_it_was_acknowledged_is_refused_at_the_restart() -> None:
@@ -526,6 +562,17 @@ def test_a_status_is_json_and_shows_how_the_run_stands() -> None:
 
 
 # ---- regions ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_status_shows_so_many_members_those_that_are_live_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aggregator, "MAX_STATUS_MEMBERS", 2)
+    fleet = Steered.of()
+    fleet.join("d", "a", "c", "b")
+    for node in "ab":
+        fleet.send(events.Leave(node=node, incarnation=1))
+    assert fleet.aggregator.live_members == 2
+    status = fleet.aggregator.status(0.0)
+    assert ([member["node"] for member in status["members"]], status["members_omitted"]) == (["c", "d"], 2)
 
 
 def test_a_partial_counts_as_the_leaf_updates_in_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from pathlib import Path
 
@@ -136,3 +137,11 @@ def test_with_luck_some_of_the_rest_survives_whole_or_torn(losing: LosingFiles, 
         file.pwrite(b"12345678", 0)
         outcomes = {len(surviving(losing, tmp_path / str(seed), random.Random(seed))["d/f"]) for seed in range(60)}
     assert {0, 8} < outcomes <= set(range(9))
+
+
+def test_a_file_that_nobody_holds_any_more_is_closed(tmp_path: Path) -> None:
+    file = OsFiles().create(tmp_path / "f")
+    descriptor = file._fd
+    del file
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

@@ -135,3 +135,21 @@ def test_a_change_of_the_counts_is_noted() -> None:
     assert not membership.changed
     membership.leave("a", 1)
     assert membership.changed
+
+
+def test_of_members_that_are_gone_the_last_are_remembered() -> None:
+    membership = Membership(MembersConfig(heartbeat_s=1, lease_s=10), remembered=2)
+    for number, node in enumerate("abcd"):
+        membership.join(Join(node=node, tier=Tier.EDGE, incarnation=1), number)
+    membership.arrive(durable(header(uid("a"))), 0, 0)
+    assert membership.leave("b", 1)
+    membership.expire(10)  # a
+    membership.join(Join(node="b", tier=Tier.EDGE, incarnation=2), 11)
+    membership.expire(13)  # c and d
+    assert [member is not None for member in map(membership.get, "abcd")] == [False, True, True, True]
+    assert counts(membership) == (2, 1, 1)  # b, and a whose update is in
+    membership.arrive(durable(header(uid("a", 1))), 0, 0)  # it was being made durable: it harms nobody
+    membership.open_window()
+    assert counts(membership) == (1, 0, 1)
+    membership.join(Join(node="a", tier=Tier.EDGE, incarnation=1), 14)
+    assert counts(membership) == (2, 0, 2)

@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers.merging import encoded, geometry_of, make_update
+from helpers.merging import encoded, make_update
 
 from fleetddp.common.config import Constant, Discount, Hinge, MergeConfig, Polynomial, StalenessConfig, parse
 from fleetddp.common.errors import ConfigError
 from fleetddp.common.events import Term
 from fleetddp.common.layout import Layout
-from fleetddp.common.merge import Operand, discount, plan, weighted_sum
+from fleetddp.common.merge import Operand, decision_on, discount, plan, weighted_sum
+from fleetddp.common.payload import Geometry
 from fleetddp.common.update import Group, Interval, Kind, Tier, Update, UpdateId
 
 AS_ONE = MergeConfig(staleness=StalenessConfig(discount=Constant()))
@@ -138,6 +140,18 @@ def test_buffers_are_a_weighted_mean_that_staleness_does_not_shrink() -> None:
     assert buffer_coefficients(updates, version=2, config=config) == [0.5, 0.5, 0.0]
 
 
+def test_a_discount_that_leaves_nothing_changes_nothing() -> None:
+    config = MergeConfig(staleness=StalenessConfig(discount=Polynomial(a=2000.0)))
+    (term,) = plan([make_update("a", samples=3.0)], 5, config)
+    assert (term.coefficient, term.buffer_coefficient) == (0.0, 0.0)
+
+
+def test_metrics_too_large_to_be_averaged_are_left_out() -> None:
+    updates = [make_update(node, samples=10.0) for node in "ab"]
+    updates = [replace(u, header=replace(u.header, metrics={"loss": 1e308, "accuracy": 0.5})) for u in updates]
+    assert decision_on(updates, 1, 7.0, "why", MergeConfig()).metrics == {"accuracy": 0.5}
+
+
 def test_buffers_know_no_shares() -> None:
     updates = [make_update("e", samples=1), make_update("s", samples=3, tier=Tier.SITE)]
     assert buffer_coefficients(updates, config=SHARES) == [0.25, 0.75]
@@ -180,7 +194,7 @@ LAYOUT = Layout.of([("w", (600,))], [("b", (3,))])
 
 def operand(update: Update, *rows: torch.Tensor) -> Operand:
     data = encoded(update.header, LAYOUT, rows)
-    return Operand(geometry_of(update.header, LAYOUT), lambda start, stop: data[start:stop])
+    return Operand(Geometry.of_update(update.header, LAYOUT), lambda start, stop: data[start:stop])
 
 
 def test_weighted_sum_is_float64_and_keeps_parameters_and_buffers_apart() -> None:

@@ -76,3 +76,4 @@ def test_of_a_node_that_restarts_for_ever_the_oldest_processes_are_taken_as_sett
     assert receipts.find(uid("a", 5, incarnation=3)) is None
     assert receipts.find(uid("a", 0, incarnation=3)) is not None
     assert receipts.find(uid("b", 0, incarnation=0)) is None
+    assert (receipts.newest("a"), receipts.newest("b")) == (INCARNATIONS + 2, -1)
