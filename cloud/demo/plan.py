@@ -26,15 +26,6 @@ class Device:
     back_at: int | None = None
     bad_update: int | None = None  # which of its updates is NaN, counted from one
 
-    @property
-    def story(self) -> str:
-        """What befalls it, for people."""
-        if self.joins_at is not None:
-            return f"joins late, at version {self.joins_at}"
-        if self.killed_at is not None:
-            return f"kill -9 at version {self.killed_at}, back at {self.back_at}"
-        return f"update {self.bad_update} is NaN" if self.bad_update is not None else ""
-
 
 DEVICES = (
     Device("edge-1", 0.00),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from fleetddp.cloud.demo.children import Children
 from fleetddp.cloud.demo.observer import Point
-from fleetddp.cloud.demo.plan import DEVICES, RANKS, SITE, SYNC_EVERY, VERSIONS
+from fleetddp.cloud.demo.plan import DEVICES, RANKS, SITE, VERSIONS
 from fleetddp.edge.tasks.digits import CLASSES
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -55,7 +56,8 @@ class Screen:
 
     def compare(self, by_class: Mapping[str, Sequence[float]], fleet: float, alone: float) -> None:
         """The end: the fleet and the site alone, by class."""
-        table = Table(title="accuracy on held-out handwriting", title_justify="left")
+        self.say("accuracy on held-out handwriting, by class:")
+        table = Table(box=SIMPLE_HEAD)
         for column in ("class", *by_class):
             table.add_column(column, justify="right")
         for digit in range(CLASSES):
@@ -64,33 +66,33 @@ class Screen:
         self._console.print(table)
 
     def _render(self, status: Mapping[str, Any], points: Sequence[Point], seconds: float) -> RenderableType:
-        version = max(status["version"], 0)
-        headline = Text(f"FleetDDP demo   version {version} of {VERSIONS}   {seconds:.0f} s", style="bold")
+        headline = f"FleetDDP demo   version {max(status['version'], 0)} of {VERSIONS}   {seconds:.0f} s"
         reason = status["finished"] or status["window"]["reason"] or "not open"
-        window = Text(f"window: {reason}", no_wrap=True, overflow="ellipsis")
-        return Group(headline, window, self._members(status), *_accuracy(points))
+        counters = status["counters"]
+        refused = ", ".join(f"{why} {count}" for why, count in counters["refused"].items()) or "none"
+        lines = (f"window: {reason}", f"updates: {counters['accepted']} accepted; refused: {refused}")
+        texts = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
+        return Group(Text(headline, style="bold"), *texts, self._members(status), *_accuracy(points))
 
     def _members(self, status: Mapping[str, Any]) -> Table:
         known = {member["node"]: member for member in status["members"]}
-        table = Table()
-        for column in ("member", "pace", "classes", "state"):
+        table = Table(box=SIMPLE_HEAD)
+        for column in ("member", "pace", "holds", "state"):
             table.add_column(column, no_wrap=True)
-        for column in ("staleness", "updates", "refused", "KiB"):
+        for column in ("stale", "updates", "refused", "KiB"):
             table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("story", no_wrap=True)
-        paces = {device.name: f"+{1000 * device.pace_s:.0f} ms a batch" for device in DEVICES}
-        stories = {device.name: device.story for device in DEVICES}
+        paces = {device.name: f"+{1000 * device.pace_s:.0f} ms" for device in DEVICES}
         for name in (SITE, *paces):
             member = known.get(name)
             cells = ["", "", "", ""]
             if member is not None:
                 cells = [str(member[key]) for key in ("staleness", "updates", "refused")] + [f"{member['bytes'] / 1024:.0f}"]
-            pace = paces.get(name, f"{RANKS} ranks, {SYNC_EVERY} steps")
             held = "".join(str(digit) if count else "·" for digit, count in enumerate(self._holdings[name]))
-            table.add_row(name, pace, held, self._state(name, member), *cells, stories.get(name, ""))
+            state = self._state(name, member, ended=bool(status["finished"]))
+            table.add_row(name, paces.get(name, f"{RANKS} ranks"), held, state, *cells)
         return table
 
-    def _state(self, name: str, member: Mapping[str, Any] | None) -> str:
+    def _state(self, name: str, member: Mapping[str, Any] | None, *, ended: bool) -> str:
         if self._children.killed(name):
             return "[red]killed[/]"
         if name not in self._children.names:
@@ -98,7 +100,7 @@ class Screen:
         if member is None:
             return "starting"
         if not member["live"]:
-            return "[dim]left[/]" if not self._children.running(name) else "[red]lost[/]"
+            return "[dim]left[/]" if ended else "[red]lost[/]"
         return "[green]update is in[/]" if member["arrived"] else "training"
 
 
