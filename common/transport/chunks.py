@@ -95,13 +95,15 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """(value, index after it); IndexError beyond the end."""
+    """(value, index after it); IndexError where there is none in its shortest form."""
     value = shift = 0
     while True:
         byte = data[at]
         at += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
+            if shift and not byte:
+                raise IndexError("not the shortest form")
             return value, at
         shift += 7
 
