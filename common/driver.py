@@ -11,6 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from typing import Any, Protocol, TypeVar, Union
 
@@ -137,7 +138,7 @@ class Driver:
     def start(self) -> None:
         """Take up what the journal holds: a merge that was decided, the open window."""
         self._versions.extend((version, "") for version in self.journal.versions())
-        self._guarded(lambda: self._carry_out_all(self._aggregator.start(self._clock.now())))
+        self._in_hand(lambda: self._carry_out_all(self._aggregator.start(self._clock.now())))
         self._drain()
 
     def stop(self) -> None:
@@ -150,11 +151,7 @@ class Driver:
 
         Raises ``FleetError`` when an event that needs an answer got none because of a defect, which is logged.
         """
-        self._busy, outer = True, self._busy
-        try:
-            answer = self._step(event)
-        finally:
-            self._busy = outer
+        answer = self._in_hand(lambda: self._step(event))
         self._drain()
         return answer
 
@@ -236,11 +233,8 @@ class Driver:
         """Feed what disk work brought, unless an event is in hand (it will)."""
         while self._inbox and not self._busy:
             event = self._inbox.popleft()
-            self._busy = True
-            try:
-                self._guarded(lambda event=event: self._step(event))  # type: ignore[misc]
-            finally:
-                self._busy = False
+            with suppress(FleetError):  # logged where it was raised; nobody waits for an answer
+                self._in_hand(lambda event=event: self._step(event))  # type: ignore[misc]
 
     def _report(self, event: Event) -> None:
         """Disk work is done."""
@@ -248,13 +242,13 @@ class Driver:
             self._inbox.append(event)
             self._drain()
 
-    def _guarded(self, call: Callable[[], object]) -> None:
+    def _in_hand(self, call: Callable[[], T]) -> T:
+        """What disk work brings meanwhile waits: all effects of one event come before the next event."""
+        self._busy, outer = True, self._busy
         try:
-            call()
-        except FleetError:
-            pass  # logged where it was raised; nobody waits for an answer
-        except Exception as error:
-            self._failed("an effect failed", error)
+            return call()
+        finally:
+            self._busy = outer
 
     def _failed(self, what: str, error: BaseException) -> None:
         _log.error("%s: %s", what, error, exc_info=error)
@@ -378,7 +372,8 @@ class Driver:
     def _tick(self) -> None:
         self._due = None
         if not self._stopped:
-            self._guarded(lambda: self.handle(Tick()))
+            with suppress(FleetError):
+                self.handle(Tick())
 
 
 def answered(receipt: Receipt) -> Receipt:

@@ -5,16 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import pytest
 from helpers.steering import header, part, uid
 
 from fleetddp.common.clock import VirtualClock
 from fleetddp.common.config import FleetConfig, MembersConfig
-from fleetddp.common.driver import RETRY_MAX_S, Driver, Lane
-from fleetddp.common.errors import Reason, StorageError
-from fleetddp.common.events import Effect, Ended, Event, Offer, Progressed, Settle, Tick
+from fleetddp.common.driver import RETRY_MAX_S, Driver, Lane, answered
+from fleetddp.common.errors import FleetError, Reason, Refused, StorageError
+from fleetddp.common.events import (
+    Announce,
+    Decision,
+    Effect,
+    Ended,
+    Event,
+    Left,
+    Merge,
+    News,
+    Offer,
+    Persist,
+    Persisted,
+    PersistFailed,
+    Progressed,
+    Published,
+    Reply,
+    Settle,
+    Tick,
+    Wake,
+)
+from fleetddp.common.news import MAX_RECEIPTS, Watcher
 from fleetddp.common.telemetry import Telemetry
 from fleetddp.common.transport.memory import InlineHost
-from fleetddp.common.update import Receipt, State
+from fleetddp.common.update import Receipt, State, Update, UpdateId, Version
 
 OFFER = Offer(header=header(uid("a")), slice=part())
 REFUSED = Receipt(update_id=uid("a"), state=State.REFUSED, reason=Reason.NOT_FINITE.value, message="nan")
@@ -105,3 +126,217 @@ def test_timers_in_memory_fire_in_order_and_a_cancelled_one_never() -> None:
     cancel()  # too late; nothing of it is kept
     assert fired == ["first", "second", "third"]
     assert host._timers == []
+
+
+class Broken(Script):
+    """Some disk work fails, some events do: as often as told. Disk work is done at once, as the host of a simulation does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures = 0  # of the events or the disk work to come
+        self.answers: list[list[Effect]] = []  # effects of the events to come, one list each
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        self.events.append(event)
+        if self.failures and isinstance(event, Tick):
+            self.failures -= 1
+            raise ZeroDivisionError("a defect")
+        return self.answers.pop(0) if self.answers else []
+
+    def submit(self, lane: Lane, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        try:
+            outcome = work()
+        except Exception as error:
+            outcome = error
+        done(outcome)
+
+    def accept(self, update: Update, at: float) -> None:
+        self._disk("accept")
+
+    def merge(self, decision: Decision) -> Version:
+        self._disk("merge")
+        return VERSION
+
+    def opened(self, at: float) -> None:
+        self._disk("opened")
+
+    def discard(self, update_id: UpdateId) -> None:
+        self._disk("discard")
+
+    def versions(self) -> tuple[Version, ...]:
+        return ()
+
+    def _disk(self, what: str) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise StorageError("no space left")
+        self.log.append(what)
+
+
+VERSION = Version(number=1, layout="", codec="float32", payload_bytes=0, digest=0, published_at=0.0)
+UPDATE = Update(header=header(uid("a")), samples=1.0, squared_norm=0.0, payload_bytes=0, slices=())
+MERGE = Merge(decision=Decision(version=1, at=0.0, terms=(), ids=(), leaf_ids=(), reason="quorum"))
+
+
+def test_a_defect_in_one_event_is_answered_and_counted_and_the_next_event_is_handled(caplog: pytest.LogCaptureFixture) -> None:
+    script = Broken()
+    script.failures = 1
+    with pytest.raises(FleetError, match="the coordinator failed on this request"):
+        script.driver.handle(Tick())
+    assert "the aggregator failed on Tick" in caplog.text
+    script.answers = [[Reply(value=Left())]]
+    assert script.driver.handle(Tick()) == Left()
+    assert script.driver.telemetry.totals()["failed"] == 1
+
+
+def test_an_effect_that_fails_keeps_none_of_the_others_back(caplog: pytest.LogCaptureFixture) -> None:
+    script = Broken()
+    heard: list[Receipt] = []
+
+    def burst(receipt: Receipt) -> None:
+        raise ZeroDivisionError("a waiter's defect")
+
+    script.driver.wait(uid("a"), burst)
+    script.driver.wait(uid("b"), heard.append)
+    other = Receipt(update_id=uid("b"), state=State.ACCEPTED)
+    script.answers = [[Settle(receipts=(REFUSED,)), Settle(receipts=(other,)), Reply(value=Left())]]
+    assert script.driver.handle(Tick()) == Left()
+    assert heard == [other]
+    assert "the effect Settle failed" in caplog.text
+
+
+def test_disk_work_comes_back_as_an_event_after_all_effects_of_the_first() -> None:
+    script = Broken()
+    script.driver.wait(uid("a"), lambda receipt: script.log.append("settled"))
+    script.answers = [[Persist(update=UPDATE, at=0.0), Settle(receipts=(REFUSED,))]]
+    script.driver.handle(Tick())
+    assert script.log == ["accept", "settled"]
+    assert script.events == [Tick(), Persisted(update=UPDATE)]
+
+
+def test_what_the_disk_refused_is_told_to_the_aggregator() -> None:
+    script = Broken()
+    script.failures = 1
+    script.answers = []
+    script.driver._carry_out_all([Persist(update=UPDATE, at=0.0)])
+    assert script.events == [PersistFailed(update=UPDATE, message="no space left")]
+
+
+def test_a_merge_that_the_disk_refuses_is_tried_again_with_growing_pauses() -> None:
+    script = Broken()
+    script.failures = 7
+    script.driver._carry_out_all([MERGE])
+    while script.timers:
+        assert script.events == []
+        seconds, again = script.timers.pop()
+        script.log.append(f"{seconds:g} s")
+        again()
+    assert script.log == ["1 s", "2 s", "4 s", "8 s", "16 s", "30 s", "30 s", "merge"]
+    assert script.events == [Published(version=VERSION)]
+    assert list(script.driver._versions) == [(VERSION, "quorum")]
+
+
+def test_the_earliest_wake_up_wins() -> None:
+    script = Script()
+    for at in (20.0, 5.0, 10.0):
+        script.effects = [Wake(at=at)]
+        script.driver.handle(Tick())
+    assert [seconds for seconds, _ in script.timers] == [20.0, 5.0]
+    script.events.clear()
+    script.clock.advance(5.0)
+    script.effects = [Wake(at=10.0)]
+    script.timers[1][1]()
+    assert script.events == [Tick()]
+    assert script.timers[2][0] == 5.0
+
+
+def test_a_stopped_driver_does_nothing_more() -> None:
+    script = Broken()
+    script.answers = [[Wake(at=1.0)]]
+    script.driver.handle(Tick())
+    script.events.clear()
+    script.driver.stop()
+    script.timers[0][1]()
+    script.driver._carry_out_all([MERGE, Persist(update=UPDATE, at=0.0)])
+    assert script.events == []
+    assert script.log == ["accept"]  # its promise was not given to anybody; the journal may hold it
+
+
+def test_who_no_longer_waits_is_not_told_and_leaves_nothing_behind() -> None:
+    script = Script()
+    told: list[str] = []
+    first = script.driver.wait(uid("a"), lambda receipt: told.append("first"))
+    second = script.driver.wait(uid("a"), lambda receipt: told.append("second"))
+    first()
+    script.effects = [Settle(receipts=(REFUSED,))]
+    script.driver.handle(Tick())
+    second()
+    assert told == ["second"]
+    assert script.driver._waiters == {}
+
+
+def test_an_update_that_is_being_made_durable_settles_nobody() -> None:
+    script = Script()
+    told: list[State] = []
+    script.driver.wait(uid("a"), lambda receipt: told.append(receipt.state))
+    for state in (State.STAGED, State.ACCEPTED):
+        script.effects = [Settle(receipts=(Receipt(update_id=uid("a"), state=state),))]
+        script.driver.handle(Tick())
+    assert told == [State.ACCEPTED]
+
+
+def test_watchers_hear_of_versions_and_of_their_own_receipts() -> None:
+    script = Script()
+    bells: list[str] = []
+    one = script.driver.watch("a", 0, lambda: bells.append("a"))
+    other = script.driver.watch("b", -1, lambda: bells.append("b"))
+    assert (one.take(), other.take()) == (None, News(version=0))
+    script.effects = [Settle(receipts=(REFUSED,)), Announce(version=0)]
+    script.driver.handle(Tick())
+    assert (one.take(), other.take()) == (News(version=0, receipts=(REFUSED,)), News(version=0))
+    assert (one.take(), other.take()) == (None, None)
+    assert bells == ["b", "a", "a", "b"]
+    script.driver.unwatch(one)
+    script.driver.unwatch(other)
+    assert script.driver._watchers == {}
+
+
+def test_a_watcher_that_does_not_take_its_news_keeps_the_newest_receipts() -> None:
+    watcher = Watcher("a", lambda: None)
+    receipts = [Receipt(update_id=uid("a", sequence), state=State.ACCEPTED) for sequence in range(MAX_RECEIPTS + 5)]
+    for receipt in receipts:
+        watcher.put(News(version=3, receipts=(receipt,)))
+    settled = Receipt(update_id=uid("a", MAX_RECEIPTS), state=State.MERGED, version=4)
+    watcher.put(News(version=4, receipts=(settled,)))
+    news = watcher.take()
+    assert news is not None
+    assert news.version == 4
+    assert len(news.receipts) == MAX_RECEIPTS
+    assert news.receipts[-1] == settled
+    assert receipts[4] not in news.receipts
+
+
+@pytest.mark.parametrize(
+    ("receipt", "reason"),
+    [
+        (REFUSED, Reason.NOT_FINITE),
+        (Receipt(update_id=uid("a"), state=State.UNKNOWN, reason="STORAGE", message="full"), Reason.STORAGE),
+        (Receipt(update_id=uid("a"), state=State.UNKNOWN), Reason.STALLED),
+    ],
+)
+def test_a_receipt_that_says_no_is_a_refusal(receipt: Receipt, reason: Reason) -> None:
+    with pytest.raises(Refused) as refused:
+        answered(receipt)
+    assert refused.value.reason is reason
+
+
+@pytest.mark.parametrize(
+    "receipt",
+    [
+        Receipt(update_id=uid("a"), state=State.ACCEPTED, duplicate=True),
+        EXPIRED,
+        Receipt(update_id=uid("a"), state=State.REFUSED, reason="OVERLAP", overlap=(uid("b"),)),
+    ],
+)
+def test_any_other_receipt_is_the_answer(receipt: Receipt) -> None:
+    assert answered(receipt) is receipt
