@@ -70,12 +70,13 @@ class StepCounter:
         if id(optimizer) != self._ends_round():
             known.stepped = True
             return False
-        if not self._complete and not self._all_held():
-            if not known.stepped:
+        if not self._complete:
+            self._complete = self._all_held() or known.stepped
+            if not self._complete:
                 known.stepped = True  # perhaps one not seen yet still belongs to this iteration
                 return False
-            self._complete = True  # it steps again: there was no other, the round before had ended
-            self._end_round()
+            if known.stepped:  # it steps again: there was no other, the round before had ended
+                self._end_round()
         known.stepped = True
         return self._end_round()
 
