@@ -115,13 +115,14 @@ class Courier:
         while (job := self._jobs.get()) is not None and not self._closed.is_set():
             try:
                 job()
-            except Refused as error:
-                self._rendezvous.fail(error.reason.value, error.message)
             except Exception as error:
                 if self._closed.is_set():
                     return
-                _log.exception("a transfer failed")
-                self._rendezvous.fail("", f"{type(error).__name__}: {error}")
+                if isinstance(error, Refused):
+                    self._rendezvous.fail(error.reason.value, error.message)
+                else:
+                    _log.exception("a transfer failed")
+                    self._rendezvous.fail("", f"{type(error).__name__}: {error}")
 
     def _push(self, parcel: Parcel) -> None:
         digest = google_crc32c.value(np.frombuffer(parcel.payload, np.uint8))  # it takes no memoryview

@@ -33,10 +33,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from fleetddp.cloud import Checkpoint, FleetDDP
 from fleetddp.common.config import SecurityConfig
 from fleetddp.common.errors import FleetError
-from fleetddp.common.transport.uplink import Uplink
+from fleetddp.common.transport.uplink import Patience, Uplink
 from fleetddp.common.update import Receipt, Slice, UpdateHeader
 from helpers import models
 from helpers.fleet import RunningCoordinator, fleet_config, on_port
+from helpers.proxy import Proxy
 
 TIMEOUT_S = 1.5  # of the process group that the network is awaited off
 
@@ -44,8 +45,8 @@ TIMEOUT_S = 1.5  # of the process group that the network is awaited off
 class Spy(Uplink):
     """An uplink that remembers what this rank pushed."""
 
-    def __init__(self, address: str, node: str) -> None:
-        super().__init__(address, SecurityConfig(), node=node)
+    def __init__(self, address: str, node: str, patience: Patience) -> None:
+        super().__init__(address, SecurityConfig(), node=node, patience=patience)
         self.pushed: list[tuple[UpdateHeader, Slice, int]] = []
         self.receipts: list[Receipt] = []
 
@@ -65,12 +66,13 @@ class Row:
     world: int
     address: str = ""
     coordinator: RunningCoordinator | None = None  # rank 0's
+    patience: Patience = field(default_factory=Patience)
     spies: list[Spy] = field(default_factory=list)
     sites: list[FleetDDP] = field(default_factory=list)
 
     def wrap(self, module: nn.Module, *, sync_every: int = 2, **kwargs: Any) -> FleetDDP:
         def connect(node: str) -> Spy:
-            self.spies.append(Spy(self.address, node))
+            self.spies.append(Spy(self.address, node, self.patience))
             return self.spies[-1]
 
         self.sites.append(FleetDDP(module, coordinator=connect, sync_every=sync_every, **{"site": "lab", **kwargs}))
@@ -432,11 +434,11 @@ def waits_off_the_process_group(row: Row) -> dict[str, Any]:
 
 @row()
 def trains_on_without_the_network(row: Row) -> dict[str, Any]:
-    """``wait_s=0`` and no coordinator: one update on its way, the rest in the next, while forked workers load the data."""
+    """``wait_s=0`` and no coordinator: one update on its way, the rest in the next."""
     model = row.wrap(models.wide(), sync_every=2, wait_s=0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     row.seed()
-    data = DataLoader(TensorDataset(*batch(rows=40)), batch_size=4, num_workers=2, multiprocessing_context="fork")
+    data = [batch(rows=4) for _ in range(10)]
     resume = threading.Event()
     step(model, optimizer, data=batch(rows=4))
     versions, start = [], vector(model)
@@ -446,7 +448,7 @@ def trains_on_without_the_network(row: Row) -> dict[str, Any]:
             versions.append(model.version)
         moved = float((vector(model) - start).abs().max())
         resume.set()
-    for _ in range(3000):  # until the news of it has reached a boundary
+    for _ in range(100000):  # until the news of it has reached a boundary
         step(model, optimizer, data=batch(rows=4))
         if model.version > 0:
             break
@@ -459,6 +461,36 @@ def trains_on_without_the_network(row: Row) -> dict[str, Any]:
         "apart": apart(model),
         "status": row.status()["counters"],
     }
+
+
+@row()
+def forked_workers_while_a_transfer_runs(row: Row) -> dict[str, Any]:
+    """The network falls silent under open calls: two workers are forked, each epoch anew, while the push hangs in the middle."""
+    row.patience = Patience(call_s=2.0, stall_s=2.0)
+    proxy = Proxy(row.coordinator.coordinator.port) if row.coordinator else None
+    row.address = row.from_rank0(lambda: proxy.address if proxy else "")
+    model = row.wrap(models.wide(), sync_every=2, wait_s=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    row.seed()
+    loader = DataLoader(TensorDataset(*batch(rows=16)), batch_size=4, num_workers=2, multiprocessing_context="fork")
+    step(model, optimizer)
+    if proxy is not None:
+        proxy.freeze()
+    dist.barrier()
+    step(model, optimizer)  # begins to push
+    batches, under_way = 0, []
+    for _ in range(2):
+        for x, y in loader:
+            step(model, optimizer, data=(x, y))
+            batches += 1
+        under_way.append(len(row.spies[0].pushed) - len(row.spies[0].receipts))
+    for _ in range(100000):  # until the push was given up, dialled anew and answered
+        step(model, optimizer)
+        if model.version > 0:
+            break
+    if proxy is not None:
+        proxy.close()
+    return {"batches": batches, "under_way": under_way, "version": model.version, "apart": apart(model)}
 
 
 # ---- refusals and ends -----------------------------------------------------------------------------------------------------

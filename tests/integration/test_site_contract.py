@@ -152,6 +152,14 @@ def test_a_site_trains_on_without_the_network(seen: dict[str, Seen]) -> None:
         assert rank["apart"] == 0.0
 
 
+def test_forked_data_workers_live_through_a_transfer(seen: dict[str, Seen]) -> None:
+    for rank in seen["forked_workers_while_a_transfer_runs"]:
+        assert rank["batches"] == 8
+        assert rank["under_way"] == [1, 1]
+        assert rank["version"] > 0
+        assert rank["apart"] == 0.0
+
+
 def test_a_refused_update_is_dropped(seen: dict[str, Seen]) -> None:
     for rank in seen["refused"]:
         assert rank["back"] == 0.0
