@@ -137,7 +137,9 @@ class Driver:
 
     def start(self) -> None:
         """Take up what the journal holds: a merge that was decided, the open window."""
-        self._versions.extend((version, "") for version in self.journal.versions())
+        for version in self.journal.versions():
+            self._versions.append((version, ""))
+            self.telemetry.published(version)
         self._in_hand(lambda: self._carry_out_all(self._aggregator.start(self._clock.now())))
         self._drain()
 
@@ -370,8 +372,12 @@ class Driver:
         self._cancel_wake = self._host.later(max(0.0, at - self._clock.now()), self._tick)
 
     def _tick(self) -> None:
-        self._due = None
-        if not self._stopped:
+        due, self._due = self._due, None
+        if self._stopped:
+            return
+        if due is not None and self._clock.now() < due:  # a timer may be a little early, and the aggregator asks only once
+            self._wake(due)
+        else:
             with suppress(FleetError):
                 self.handle(Tick())
 

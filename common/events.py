@@ -26,7 +26,7 @@ class Join:
     incarnation: int
     run: str = ""  # the run it believes in; empty: any
     layout: str = ""  # fingerprint; empty: it does not know yet
-    leaves: int = 1  # of a region: how many leaf members stand behind it
+    leaves: int = 1  # of a region: how many leaf members stand behind it; else without meaning
     open: tuple[UpdateId, ...] = ()  # updates it has not seen settled; each gets a receipt in the reply
 
 
@@ -243,7 +243,10 @@ class Opened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The run is over: journal the reason (a restarted coordinator tells members FINISHED, it does not train on)."""
+    """The run is over: journal the reason (a restarted coordinator tells members FINISHED, it does not train on).
+
+    Before the effects that follow it: an update that was said to have expired must not be merged after a crash.
+    """
 
     reason: str
 

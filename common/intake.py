@@ -90,6 +90,8 @@ class Intake:
             arriving.offer(part)
             return Proceed()
         admission.check_header(header, self._standing)
+        if header.tier is not member.tier:  # its share, its bound of staleness and ``require`` go by it
+            raise Refused(Reason.MALFORMED, f"an update of tier {header.tier.value}; {member.node} joined as {member.tier.value}")
         overlap = self._overlap(header)
         if overlap:
             return self._refuse_overlap(header, overlap, out)

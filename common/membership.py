@@ -115,7 +115,7 @@ class Membership:
         elif event.incarnation < member.incarnation:
             raise superseded(event.node, event.incarnation, member.incarnation)
         before = self._take_out(member)
-        member.tier, member.incarnation, member.leaves = event.tier, event.incarnation, event.leaves
+        member.tier, member.incarnation, member.leaves = event.tier, event.incarnation, _leaves(event.tier, event.leaves)
         member.presumed = False
         self._revive(member, now)
         self._put_back(member, before)
@@ -145,9 +145,10 @@ class Membership:
             raise Refused(Reason.UNKNOWN_NODE, f"incarnation {event.incarnation} of {event.node} has not joined")
         member.seen_at = now
         member.base_version = event.base_version
-        if event.leaves != member.leaves:
+        leaves = _leaves(member.tier, event.leaves)
+        if leaves != member.leaves:
             before = self._take_out(member)
-            member.leaves = event.leaves
+            member.leaves = leaves
             self._put_back(member, before)
         return member
 
@@ -273,6 +274,11 @@ class Membership:
             self.live_by_tier[old_tier] -= 1
         if member.live:
             self.live_by_tier[member.tier] += 1
+
+
+def _leaves(tier: Tier, claimed: int) -> int:
+    """Only a region stands for others: what any other member claims must not keep a quorum away."""
+    return claimed if tier is Tier.REGION else 1
 
 
 def superseded(node: str, incarnation: int, newest: int) -> Refused:

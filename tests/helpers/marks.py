@@ -34,23 +34,23 @@ LAYOUT = Layout.from_module(Flat())
 GEOMETRY = Geometry(LAYOUT, codecs.get("float32"))
 
 
-def push(parent: Parent, update_id: UpdateId, *, base_version: int, mark: int, samples: float) -> Receipt:
-    """Push update number ``mark``."""
+def push(parent: Parent, update_id: UpdateId, *, base_version: int, mark: int, samples: float, tier: Tier = Tier.EDGE) -> Receipt:
+    """Push update number ``mark``, as a member of this tier."""
     vector = np.zeros(ELEMENTS, np.float32)
     vector[[mark, HALF + mark]] = 1.0
-    return _push(parent, update_id, Kind.DELTA, base_version, vector, samples)
+    return _push(parent, update_id, Kind.DELTA, tier, base_version, vector, samples)
 
 
 def found(parent: Parent, update_id: UpdateId) -> Receipt:
     """Push the first weights."""
-    return _push(parent, update_id, Kind.INIT, -1, np.zeros(ELEMENTS, np.float32), 1.0)
+    return _push(parent, update_id, Kind.INIT, Tier.SITE, -1, np.zeros(ELEMENTS, np.float32), 1.0)
 
 
-def _push(parent: Parent, update_id: UpdateId, kind: Kind, base: int, vector: np.ndarray, samples: float) -> Receipt:
+def _push(parent: Parent, update_id: UpdateId, kind: Kind, tier: Tier, base: int, vector: np.ndarray, samples: float) -> Receipt:
     header = UpdateHeader(
         update_id=update_id,
         kind=kind,
-        tier=Tier.SITE if kind is Kind.INIT else Tier.EDGE,
+        tier=tier,
         base_version=base,
         codec="float32",
         layout=LAYOUT.fingerprint,

@@ -232,10 +232,12 @@ def test_a_member_killed_in_mid_push_delays_its_window_no_further(
         victim.wait_for("joined")
         found(uplinks["a"], UpdateId("a", 1, 1))  # the first window opens with it
         victim.wait_for("half")
-        push(uplinks["a"], UpdateId("a", 1, 2), base_version=0, mark=1, samples=1.0)
+        push(uplinks["a"], UpdateId("a", 1, 2), base_version=0, mark=1, samples=1.0, tier=Tier.SITE)
         eventually(lambda: coordinator.status()["counters"]["bytes_in"] > 2 * 4 * ELEMENTS, "half of the third update is there")
         victim.kill()
-        assert push(uplinks["b"], UpdateId("b", 1, 1), base_version=0, mark=2, samples=1.0).state is State.ACCEPTED
+        assert (
+            push(uplinks["b"], UpdateId("b", 1, 1), base_version=0, mark=2, samples=1.0, tier=Tier.SITE).state is State.ACCEPTED
+        )
         assert next(news.version for news in uplinks["a"].watch("a", 1, 0) if news.version > 0) == 1
         status = coordinator.status()
         assert status["window"]["opened_at"] == decisions[0].at
@@ -390,14 +392,14 @@ def test_a_full_disk_refuses_pushes_until_there_is_space(
             disk.refused = (operation, "payloads")
         for _ in range(3):
             with pytest.raises(Refused) as refused:
-                push(uplink, UpdateId("a", 1, 2), base_version=0, mark=1, samples=1.0)
+                push(uplink, UpdateId("a", 1, 2), base_version=0, mark=1, samples=1.0, tier=Tier.SITE)
             assert (refused.value.reason, refused.value.retry) == (Reason.STORAGE, True)
         status = coordinator.status()
         assert (status["version"], status["window"]["arrived"], status["counters"]["accepted"]) == (0, 0, 0)
         assert status["counters"]["refused"].keys() == {"STORAGE"}
         disk.refused = None
         database.execute("PRAGMA query_only = 0")
-        receipt = push(uplink, UpdateId("a", 1, 2), base_version=0, mark=1, samples=1.0)
+        receipt = push(uplink, UpdateId("a", 1, 2), base_version=0, mark=1, samples=1.0, tier=Tier.SITE)
         assert (receipt.state, receipt.duplicate) == (State.ACCEPTED, False)
         eventually(lambda: coordinator.status()["version"] == 1, "version 1")
         assert weights_of(uplink, 1) == {1: -1.0, HALF + 1: -1.0}
@@ -424,9 +426,11 @@ def test_a_version_that_found_no_space_is_made_once_there_is_some(
         joined(coordinator, uplink)
         disk.refused = (operation, "versions")
         update_ids = [UpdateId("a", 1, 2), UpdateId("a", 1, 3)]
-        assert push(uplink, update_ids[0], base_version=0, mark=1, samples=1.0).state is State.ACCEPTED
+        assert push(uplink, update_ids[0], base_version=0, mark=1, samples=1.0, tier=Tier.SITE).state is State.ACCEPTED
         eventually(lambda: coordinator.status()["counters"]["failed"] > 0, "the merge has failed once")
-        assert push(uplink, update_ids[1], base_version=0, mark=2, samples=1.0).state is State.ACCEPTED  # the run goes on
+        assert (
+            push(uplink, update_ids[1], base_version=0, mark=2, samples=1.0, tier=Tier.SITE).state is State.ACCEPTED
+        )  # the run goes on
         assert coordinator.status()["version"] == 0
         assert weights_of(uplink, 0) == {}
         disk.refused = None
@@ -461,12 +465,12 @@ def test_a_coordinator_lives_through_a_disk_that_is_really_full(
     fill(ballast)
     for _ in range(3):
         with pytest.raises(Refused, match="No space left on device") as refused:
-            push(hasty, UpdateId("a", 1, 2), base_version=0, mark=1, samples=1.0)
+            push(hasty, UpdateId("a", 1, 2), base_version=0, mark=1, samples=1.0, tier=Tier.SITE)
         assert refused.value.reason is Reason.STORAGE
     assert uplink.heartbeat(Heartbeat(node="a", incarnation=1)).version == 0
     assert weights_of(uplink, 0) == {}
     os.truncate(ballast, ballast.stat().st_size - GEOMETRY.payload_bytes - 256 * 1024)  # room for the update, not for its version
-    assert push(uplink, UpdateId("a", 1, 2), base_version=0, mark=1, samples=1.0).state is State.ACCEPTED
+    assert push(uplink, UpdateId("a", 1, 2), base_version=0, mark=1, samples=1.0, tier=Tier.SITE).state is State.ACCEPTED
     eventually(lambda: uplink.status()["counters"]["failed"] > 0, "the merge has failed once")
     assert uplink.status()["version"] == 0
     coordinator.kill()

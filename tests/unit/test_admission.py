@@ -52,6 +52,7 @@ HEADERS: list[tuple[str, UpdateHeader, Reason, str]] = [
     ("a version to come", header(A, base_version=6), Reason.FUTURE_BASE, "base_version 6; the newest version is 5"),
     ("a negative version", header(A, base_version=-2), Reason.MALFORMED, "base_version -2"),
     ("a group of a version to come", of_groups(replace(GROUP, base_version=6)), Reason.FUTURE_BASE, "base_version 6"),
+    ("of another tier", header(A, base_version=5, tier=Tier.SITE), Reason.MALFORMED, "of tier site; a joined as edge"),
     ("too old for an edge", header(A, base_version=2), Reason.STALE, "based on version 2, 3 behind; the bound of tier edge is 2"),
     ("too old for a site", header(A, base_version=1, tier=Tier.SITE), Reason.STALE, "the bound of tier site is 3"),
     ("a group that is too old", of_groups(replace(GROUP, base_version=2)), Reason.STALE, "based on version 2"),

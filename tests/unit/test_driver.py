@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-from helpers.steering import header, part, uid
+from helpers.steering import header, part, uid, version
 
 from fleetddp.common.clock import VirtualClock
 from fleetddp.common.config import FleetConfig, MembersConfig
@@ -111,6 +111,31 @@ def test_bytes_are_told_now_and_then_and_only_of_what_is_arriving() -> None:
     script.driver.arrived(uid("a"), 10)  # chunks that were on their way
     assert script.events == []
     assert script.driver._progress == {}
+
+
+def test_a_restarted_coordinator_shows_the_versions_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script()
+    kept = tuple(version(number) for number in (3, 4))
+    monkeypatch.setattr(script, "versions", lambda: kept, raising=False)
+    monkeypatch.setattr(script, "start", lambda now: [], raising=False)
+    script.driver.start()
+    assert script.driver.telemetry._version == 4  # the gauge, not -1 until the next version
+    assert [(v, reason) for v, reason in script.driver._versions] == [(v, "") for v in kept]
+
+
+def test_a_timer_that_is_early_is_set_again() -> None:
+    script = Script()
+    script.effects = [Wake(at=5.0)]
+    script.driver.handle(Tick())
+    script.events.clear()
+    script.clock.advance(4.75)
+    script.timers.pop()[1]()
+    assert script.events == []  # too early for the aggregator: nothing has changed, and it would not ask again
+    script.clock.advance(0.25)
+    ((seconds, fire),) = script.timers
+    assert seconds == 0.25
+    fire()
+    assert script.events == [Tick()]
 
 
 def test_timers_in_memory_fire_in_order_and_a_cancelled_one_never() -> None:

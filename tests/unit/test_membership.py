@@ -115,6 +115,14 @@ def test_a_region_stands_for_its_leaves() -> None:
     assert counts(membership) == (6, 6, 0)  # more than it declared
 
 
+def test_no_other_member_stands_for_many() -> None:
+    membership = Membership(MembersConfig(heartbeat_s=1, lease_s=10))
+    membership.join(Join(node="a", tier=Tier.EDGE, incarnation=1, leaves=1000), 0)
+    assert counts(membership) == (1, 0, 1)
+    membership.hear(Heartbeat(node="a", incarnation=1, leaves=1000), 1)
+    assert counts(membership) == (1, 0, 1)
+
+
 def test_members_known_from_the_journal_count_but_are_not_answered() -> None:
     membership = Membership(MembersConfig(heartbeat_s=1, lease_s=10, sites=("paris",)))
     membership.presume([durable(partial(uid("r"), [uid("x"), uid("y")]))], [uid("paris"), uid("r")], 50)
