@@ -42,11 +42,6 @@ class StagedFile:
                 self._unflushed = 0
                 self._file.start_flush()
 
-    def read(self, offset: int, size: int) -> bytes:
-        """Bytes staged before."""
-        with storage("cannot read a staged update"):
-            return self._file.pread(size, offset)
-
     def fsync(self) -> None:
         """Return when everything written is durable."""
         self._file.fsync()

@@ -389,11 +389,12 @@ def test_a_node_cannot_name_a_file_outside_the_folder(journal: Journal, folder: 
     assert names(folder.parent) == ["journal"]
 
 
-def test_what_is_staged_stays_within_its_declared_size(journal: Journal) -> None:
+def test_what_is_staged_stays_within_its_declared_size(journal: Journal, folder: Path) -> None:
     staged = journal.stage(make().update_id, 16)
     assert journal.stage(make().update_id, 16) is staged
     staged.write(4, b"abc")
-    assert staged.read(4, 3) == b"abc"
+    assert names(folder / "payloads") == ["a.7.1"]
+    assert (folder / "payloads" / "a.7.1").read_bytes()[4:] == b"abc"
     with pytest.raises(Refused, match="up to 17 were sent of a payload of 16") as refused:
         staged.write(10, b"1234567")
     assert refused.value.reason is Reason.WRONG_SIZE
