@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
+import torch
 import torch.distributed as dist
 
+from fleetddp.common.errors import ConfigError
 from fleetddp.common.update import NO_VERSION
 
 Do = Literal["init", "push", "pull", "adopt", "go", "fail"]
@@ -60,8 +62,10 @@ class Rendezvous:
     @classmethod
     def of(cls, group: dist.ProcessGroup, prefix: str) -> Rendezvous:
         """Over the store that ``group`` was formed by, which torch gives no public name."""
-        store = dist.distributed_c10d._get_process_group_store(group)
-        return cls(dist.PrefixStore(prefix, store).clone())  # type: ignore[attr-defined]
+        store: Any = dist.PrefixStore(prefix, dist.distributed_c10d._get_process_group_store(group))  # type: ignore[attr-defined]
+        if not hasattr(store, "clone"):
+            raise ConfigError(f"a site needs torch 2.8 or newer (Store.clone); this is torch {torch.__version__}")
+        return cls(store.clone())
 
     def clone(self) -> Rendezvous:
         """The same store through a client of its own."""

@@ -38,7 +38,7 @@ class Roster(NamedTuple):
 
 def muster(member: Member, config: SiteConfig, group: dist.ProcessGroup, device: torch.device) -> Roster:
     """Agree; a collective. Raises ``ConfigError``, on all ranks, where their settings differ."""
-    card = (member.node or _own_name(), time.time_ns() // 1000, _machine(), member.tier.value, config.model_dump_json())
+    card = (member.node or own_name(), time.time_ns() // 1000, _machine(), member.tier.value, config.model_dump_json())
     cards = tell_all(card, group, device)
     node, incarnation, _, *settings = cards[0]
     for rank, (_, _, _, *theirs) in enumerate(cards):
@@ -55,8 +55,8 @@ def _carriers(config: SiteConfig, machines: list[str]) -> list[int]:
     return list(range(len(machines)))
 
 
-def _own_name() -> str:
-    """A node name of the torchrun job's id, or else of this machine's host name."""
+def own_name() -> str:
+    """A node name for a site that was given none: the torchrun job's id, or else this machine's host name."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     name = socket.gethostname() if job == "none" else job
     return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")[:64] or "site"

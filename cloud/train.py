@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from fleetddp.cloud.checkpoint import Checkpoint
 from fleetddp.cloud.collective import tell_all
 from fleetddp.cloud.ddp import FleetDDP
+from fleetddp.cloud.roster import own_name
 from fleetddp.cloud.sampler import EpochSampler
 from fleetddp.common.config import FleetConfig, SecurityConfig, load
 from fleetddp.common.errors import ConfigError, FleetError
@@ -48,12 +49,15 @@ class Trainer:
         self._config, self._device = config, device
         self._task: Task = load_task(config.task)
         site = config.site
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+        assert group is not None  # init_process_group was called
+        node = os.environ.get("FLEETDDP_NODE") or tell_all(own_name(), group, device)[0]
         torch.manual_seed(config.seed)  # equal first weights, should this site found the run twice
         self.model = FleetDDP(
             self._task.model().to(device),
             device_ids=[device] if device.type == "cuda" else None,
             coordinator=os.environ.get("FLEETDDP_COORDINATOR", config.coordinator.address),
+            site=node,
             sync_every=site.sync_every,
             codec=site.codec,
             uplink=site.uplink,
@@ -63,8 +67,8 @@ class Trainer:
             security=None if config.security == SecurityConfig() else config.security,
         )
         self._optimizer: Optimizer = self._task.optimizer(self.model.parameters())
-        data = self._task.data(os.environ.get("FLEETDDP_NODE", ""), rank, world)
-        sizes = tell_all(_size(data), self.model.process_group, device)
+        data = self._task.data(node, rank, world)
+        sizes = tell_all(_size(data), group, device)
         if min(sizes) == 0:
             raise ConfigError(f"task: rank {sizes.index(0)} of {world} has no training data")
         self._batches = -(-min(sizes) // site.batch_size)  # every rank makes the same number of steps

@@ -536,6 +536,16 @@ def not_finite(row: Row) -> dict[str, Any]:
 
 
 @row()
+def unlike_settings(row: Row) -> dict[str, Any]:
+    model = row.wrap(models.wide(), sync_every=3 if row.rank == 1 else 2)
+    try:
+        model.start()
+    except FleetError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+@row()
 def another_model(row: Row) -> dict[str, Any]:
     founder = row.wrap(models.wide())
     founder.start()

@@ -173,6 +173,12 @@ def test_a_diverged_site_sends_nothing(seen: dict[str, Seen]) -> None:
     assert [(rank["deltas"], rank["back"], rank["version"]) for rank in seen["not_finite"]] == [(0, 0.0, 0)] * 3
 
 
+def test_ranks_of_unlike_settings_are_an_error_on_all_ranks(seen: dict[str, Seen]) -> None:
+    for rank in seen["unlike_settings"]:
+        assert "the ranks of a site have the same settings" in rank["error"]
+        assert '"sync_every":3' in rank["error"]
+
+
 def test_another_model_is_an_error_on_all_ranks(seen: dict[str, Seen]) -> None:
     for rank in seen["another_model"]:
         assert "'0.weight'" in rank["error"]
