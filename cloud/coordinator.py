@@ -16,7 +16,7 @@ from fleetddp.common.config import FleetConfig
 from fleetddp.common.telemetry import Telemetry
 from fleetddp.common.transport.server import LoopHost, Server
 
-GRACE_S = 1.0  # for the calls open at a stop
+GRACE_S = 0.2  # for the calls open at a stop: most are news streams, and a push goes on after a restart
 POLL_S = 0.1  # how often a finished run is looked at for members that have not left
 
 _log = logging.getLogger(__name__)
@@ -66,20 +66,29 @@ class Coordinator:
             await asyncio.sleep(POLL_S)
 
     def run(self) -> None:
-        """Serve until the run is over, or SIGINT or SIGTERM."""
-        asyncio.run(self._run())
+        """Serve until the run is over, or SIGTERM, or SIGINT (then ``KeyboardInterrupt``, after a clean stop)."""
+        if asyncio.run(self._run()) is signal.SIGINT:
+            raise KeyboardInterrupt
 
-    async def _run(self) -> None:
+    async def _run(self) -> signal.Signals | None:
+        """Returns the signal that ended it."""
         loop = asyncio.get_running_loop()
-        stopped = asyncio.Event()
+        signals: list[signal.Signals] = []
+        signalled = asyncio.Event()
+
+        def note(number: signal.Signals) -> None:
+            signals.append(number)
+            signalled.set()
+
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stopped.set)
+            loop.add_signal_handler(number, note, number)
         await self.start()
         try:
-            ends = [asyncio.ensure_future(stopped.wait()), asyncio.ensure_future(self.until_finished())]
+            ends = [asyncio.ensure_future(signalled.wait()), asyncio.ensure_future(self.until_finished())]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for task in ends:
                 task.cancel()
         finally:
             await self.stop()
         _log.info("%s", f"finished: {self.driver.finished}" if self.driver.finished else "stopped; the journal keeps the run")
+        return signals[0] if signals else None

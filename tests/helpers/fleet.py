@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,7 +55,11 @@ class RunningCoordinator:
 
     def run(self, coroutine: Any, timeout_s: float = 30.0) -> Any:
         """Run a coroutine on the coordinator's loop and return its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+        return self.begin(coroutine).result(timeout_s)
+
+    def begin(self, coroutine: Any) -> Future[Any]:
+        """Start a coroutine on the coordinator's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a function on the coordinator's loop, where its driver lives."""
