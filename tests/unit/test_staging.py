@@ -91,6 +91,12 @@ def checked(data: bytes) -> tuple[int, bytes]:
 # ---- what is let in --------------------------------------------------------------------------------------------------------
 
 
+def staged(journal: Journal, update_id: UpdateId) -> bytes:
+    """What has arrived of an update."""
+    with journal.payload(update_id) as payload:
+        return payload.read(0, payload.size)
+
+
 def test_a_whole_update_becomes_its_canonical_payload(staging: Staging, journal: Journal, sender: Sender) -> None:
     stream = staging.open(sender.offer, LAYOUT)
     assert stream.held == 0
@@ -130,8 +136,7 @@ def test_any_codec_in_any_number_of_streams(staging: Staging, journal: Journal, 
         torch.frombuffer(bytearray(whole.payload[: whole.geometry.byte_range(PARAMETERS)[1]]), dtype=torch.uint8), PARAMETERS
     )
     assert squared_norm == pytest.approx(float(decoded.double().square().sum()), rel=1e-6)
-    size = whole.geometry.payload_bytes
-    assert journal.stage(header.update_id, size).read(0, size) == whole.payload
+    assert staged(journal, header.update_id) == whole.payload
 
 
 def test_streams_may_write_at_the_same_time(staging: Staging, journal: Journal) -> None:
@@ -146,7 +151,7 @@ def test_streams_may_write_at_the_same_time(staging: Staging, journal: Journal) 
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(bring, parts))
-    assert journal.stage(header.update_id, len(whole.payload)).read(0, len(whole.payload)) == whole.payload
+    assert staged(journal, header.update_id) == whole.payload
 
 
 def test_a_gradient_carries_no_buffers(staging: Staging) -> None:
@@ -202,7 +207,7 @@ def test_a_broken_stream_is_resumed_where_it_ended(staging: Staging, journal: Jo
     sender.send(stream, slice(2, None))
     assert refusal(broken.finish)[0] is Reason.STALLED
     assert stream.finish().squared_norm == pytest.approx(float(values_of()[:2030].double().square().sum()), rel=1e-6)
-    assert journal.stage(UpdateId("a", 1, 1), len(sender.payload)).read(0, len(sender.payload)) == sender.payload
+    assert staged(journal, UpdateId("a", 1, 1)) == sender.payload
 
 
 def test_a_slice_that_is_whole_is_staged_again_without_sending(staging: Staging, sender: Sender) -> None:
