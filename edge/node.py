@@ -32,6 +32,7 @@ from fleetddp.common.task import Task, load
 from fleetddp.common.transport import Parent
 from fleetddp.common.transport.backoff import Backoff
 from fleetddp.common.transport.session import Session
+from fleetddp.common.transport.uplink import Patience, Uplink
 from fleetddp.common.update import NO_VERSION, Kind, Receipt, State, Tier
 from fleetddp.edge.outbox import Nature, Outbox
 from fleetddp.edge.trainer import TRAINERS, Work
@@ -275,12 +276,15 @@ def fetch(parent: Parent, version: int, layout: Layout) -> Tensor:
 
 def run_node(config: FleetConfig, *, name: str, index: int = 0, count: int = 1) -> None:
     """``fleetddp edge``: run one node until the run is finished, or SIGTERM ends it; both return. Ctrl-C raises."""
-    from fleetddp.common.transport.uplink import Uplink
-
     if config.task is None:
         raise ConfigError("task: an edge node needs a Task; give task.target in the fleet file")
-    parent = Uplink(config.coordinator.address, config.security, node=name, run=config.run)
+    parent = Uplink(config.coordinator.address, config.security, node=name, run=config.run, patience=patience(config))
     serve(EdgeNode(config, load(config.task), parent, name=name, index=index, count=count))
+
+
+def patience(config: FleetConfig) -> Patience:
+    """Of a node's uplink: it gives up soon, for the node can train meanwhile, and tries again later."""
+    return Patience(give_up_s=CUT_OFF * config.members.heartbeat_s)
 
 
 def serve(node: EdgeNode) -> None:

@@ -14,7 +14,7 @@ from fleetddp.common.config import load
 from fleetddp.common.telemetry import log_to_terminal
 from fleetddp.common.transport.uplink import Uplink
 from fleetddp.common.update import Receipt, Slice, UpdateHeader
-from fleetddp.edge.node import EdgeNode, serve
+from fleetddp.edge.node import EdgeNode, patience, serve
 from fleetddp.edge.tasks.digits import Digits
 
 
@@ -50,7 +50,9 @@ def main(fleet_file: str, name: str) -> None:
     config = load(fleet_file)
     assert config.task is not None  # the plan names it
     device = next(device for device in DEVICES if device.name == name)
-    parent = FaultyUplink(config.coordinator.address, config.security, node=name, run=config.run)
+    parent = FaultyUplink(
+        config.coordinator.address, config.security, node=name, run=config.run, patience=patience(config)
+    )
     parent.faulty = device.bad_update
     serve(EdgeNode(config, PacedDigits(device.pace_s, **config.task.args), parent, name=name))
 

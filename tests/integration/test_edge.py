@@ -57,7 +57,7 @@ def merged_as_heard(edges: list[Command]) -> dict[str, set[int]]:
 
 
 def test_a_killed_edge_comes_back_and_the_run_ends(tmp_path: Path, start: Start) -> None:
-    config = fleet(tmp_path, until={"versions": 80}, window={"preset": "async"})
+    config = fleet(tmp_path, until={"versions": 40}, window={"preset": "async"})
     edges = []
     with running(config) as coordinator:
         path = fleet_file(config, tmp_path, coordinator.address)
@@ -70,13 +70,13 @@ def test_a_killed_edge_comes_back_and_the_run_ends(tmp_path: Path, start: Start)
         status = coordinator.status()
     assert "the run is finished: " in "".join(edges[-1].lines)
     versions = [version["number"] for version in status["versions"]]
-    assert versions == list(range(versions[0], 81))
+    assert versions == list(range(versions[0], 41))
     assert [(member["node"], member["live"]) for member in status["members"]] == [("pi", False)]
     merged = merged_as_heard(edges)
     assert all(len(in_versions) == 1 for in_versions in merged.values())
     sequences = [int(update_id.split("/")[2]) for update_id in merged]
     assert len(sequences) == len(set(sequences))  # no sequence number was used twice, by whichever incarnation
-    assert status["counters"]["merged"] == 80
+    assert status["counters"]["merged"] == 40
 
 
 def test_an_outage_is_trained_through_and_everything_is_merged_once(tmp_path: Path, start: Start) -> None:

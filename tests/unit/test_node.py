@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -282,3 +284,9 @@ def test_stop_does_not_wait_for_a_push(parent: ScriptedParent, start: Start) -> 
     node.node.stop()
     node.end()
     assert parent.closed
+
+
+def test_importing_the_edge_costs_next_to_nothing() -> None:
+    code = "import sys, fleetddp.edge; print(sorted({'torch', 'grpc', 'sklearn', 'pydantic'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
