@@ -11,7 +11,7 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -124,25 +124,27 @@ class MemoryFleet:
     def turn(self) -> Iterator[None]:
         """The driver's lock, the timers that are due fired; wakes those who wait afterwards."""
         with self._changed:
-            if self._stopped:
-                raise Unreachable("the aggregator in this process was stopped")
-            self._host.run_due()
+            self._let_time_pass()
             yield
             self._changed.notify_all()
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Return once ``ready``; time passes and others have their turns meanwhile."""
         with self._changed:
-            while True:
-                with self.turn():
-                    if ready():
-                        return
+            self._let_time_pass()
+            while not ready():
                 self._changed.wait(LOOK_AGAIN_S)
+                self._let_time_pass()
 
     def wake(self) -> None:
         """Let those who wait look again."""
         with self._changed:
             self._changed.notify_all()
+
+    def _let_time_pass(self) -> None:
+        if self._stopped:
+            raise Unreachable("the aggregator in this process was stopped")
+        self._host.run_due()
 
 
 class MemoryParent(Parent):
@@ -217,7 +219,8 @@ class MemoryParent(Parent):
                 finished = bool(news.finished)
                 yield news
         finally:
-            self._driver.unwatch(watcher)
+            with suppress(Unreachable), self._fleet.turn():
+                self._driver.unwatch(watcher)
 
     def status(self) -> dict[str, Any]:
         """See ``Parent``."""
