@@ -1,8 +1,8 @@
 """Who takes part: leases, incarnations, and running counts of whom the window still waits for.
 
 A member is *live* from its Join until it leaves or its lease ends. Its record outlives that: an older process of the same
-node must go on being told that it was replaced. Of the members that are gone the last ``REMEMBERED`` are kept. Counts change
-with the member that changes; nothing here walks over all members.
+node must go on being told that it was replaced. Of the members that are gone the last ``REMEMBERED`` are kept. No lease ends
+while this process itself stood still. Counts change with the member that changes; nothing here walks over all members.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Membership:
         self._members: dict[str, Member] = {}
         self._gone: dict[str, None] = {}  # those not live, the longest gone first
         self._leases: list[tuple[float, str]] = []  # one entry a live member; may be earlier than its lease
+        self._spared_until = -math.inf  # no lease ends before
         self._touched: list[Member] = []  # those with anything to reset when the next window opens
         self.expected = 0
         self.arrived = 0
@@ -176,6 +177,9 @@ class Membership:
     def expire(self, now: float) -> list[Member]:
         """End the leases that ran out by ``now``; returns their members."""
         lost = []
+        if now - self.next_lease > self._config.heartbeat_s:
+            # Nobody looked for so long: this process was held up, and could not hear the members. They get time to be heard.
+            self._spared_until = now + self._config.heartbeat_s
         while self._leases and self._leases[0][0] <= now:
             _, node = heapq.heappop(self._leases)
             member = self._members.get(node)
@@ -240,7 +244,7 @@ class Membership:
             heapq.heappush(self._leases, (self._lease_end(member), member.node))
 
     def _lease_end(self, member: Member) -> float:
-        return member.seen_at + self._config.lease_s
+        return max(member.seen_at + self._config.lease_s, self._spared_until)
 
     def live(self) -> dict[str, int]:
         """How many members of each tier are live."""
