@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -61,11 +63,20 @@ def header(node: str, sequence: int, kind: Kind = Kind.DELTA, codec: str = "floa
 
 
 def push(
-    parent: Parent, of: UpdateHeader, vector: torch.Tensor, *, samples: float = 1.0, part: int = 0, parts: int = 1
+    parent: Parent,
+    of: UpdateHeader,
+    vector: torch.Tensor,
+    *,
+    samples: float = 1.0,
+    part: int = 0,
+    parts: int = 1,
+    spoil: bytes = b"",
 ) -> Receipt:
+    """One of ``parts`` streams of an update; ``spoil`` are its first bytes instead of the right ones."""
     geometry = Geometry.of_update(of, LAYOUT)
     intervals = geometry.split(parts)[part]
     payload = b"".join(bytes(bytes_of(geometry.encode(vector[a:b], (a, b)))) for a, b in intervals)
+    payload = spoil + payload[len(spoil) :]
     return parent.push(of, Slice(intervals=intervals, samples=samples, digest=google_crc32c.value(payload)), memoryview(payload))
 
 
@@ -145,25 +156,27 @@ def test_refusals_are_raised_or_returned_as_over_a_network(fleet: MemoryFleet) -
     with pytest.raises(Refused) as refused:
         push(stranger, header("stranger", 1), WEIGHTS)
     assert refused.value.reason is Reason.UNKNOWN_NODE
-    bad = torch.full((LAYOUT.elements,), float("nan"))
-    assert push(a, header("a", 1), bad).reason == "NOT_FINITE"
-    assert push(a, header("a", 1), bad).reason == "NOT_FINITE"
+    nan = struct.pack("<f", math.nan)
+    assert push(a, header("a", 1), WEIGHTS, spoil=nan).reason == "NOT_FINITE"
+    assert push(a, header("a", 1), WEIGHTS, spoil=nan).reason == "NOT_FINITE"  # remembered
     assert push(a, header("a", 2), WEIGHTS, samples=0.0).reason == "BAD_WEIGHT"
     assert push(a, header("a", 3), torch.zeros(LAYOUT.elements)).state is State.ACCEPTED
     assert push(a, header("a", 3), torch.zeros(LAYOUT.elements)).duplicate
-    assert a.status()["counters"]["refused"] == {"UNKNOWN_NODE": 1, "NOT_FINITE": 2, "BAD_WEIGHT": 1}
+    assert a.status()["counters"]["refused"] == {"UNKNOWN_NODE": 1, "NOT_FINITE": 1, "BAD_WEIGHT": 1}
 
 
 def test_news_are_heard_by_those_who_wait(fleet: MemoryFleet) -> None:
     a = found(fleet)
     heard: list[Any] = []
-    listening = threading.Event()
+    listening, merged = threading.Event(), threading.Event()
 
     def listen() -> None:
         try:
             for news in fleet.parent().watch("a", 1, -1):
                 heard.append(news)
                 listening.set()
+                if any(receipt.state is State.MERGED and receipt.version == 1 for receipt in news.receipts):
+                    merged.set()
         except Unreachable:
             heard.append("over")
 
@@ -174,12 +187,13 @@ def test_news_are_heard_by_those_who_wait(fleet: MemoryFleet) -> None:
     push(a, header("a", 1), torch.ones(LAYOUT.elements))
     join(fleet.parent(), "b")
     push(fleet.parent(), header("b", 1), torch.ones(LAYOUT.elements))
-    assert fleet.driver.version == 1
+    assert merged.wait(WAIT_S)
     fleet.stop()
     listener.join(WAIT_S)
     assert heard[-1] == "over"
-    receipts = {r.update_id: r.state for news in heard[1:-1] for r in news.receipts}
-    assert set(receipts) <= {UpdateId("a", 1, 1)}
+    assert heard[-2].version == 1
+    receipts = {r.update_id: (r.state, r.version) for news in heard[:-1] for r in news.receipts}
+    assert receipts == {UpdateId("a", 1, 1): (State.MERGED, 1)}
 
 
 def test_who_waits_for_others_is_let_go(fleet: MemoryFleet) -> None:
