@@ -326,15 +326,17 @@ class Aggregator:
             if event.layout:
                 admission.check_layout(event.layout, self._standing)
             newest = self._receipts.newest(event.node)
-            if event.incarnation < newest:  # of which no record is left since a restart: the older one's ids were settled
+            if event.incarnation < newest:  # the journal knows of it, though it has not joined since a restart
                 raise superseded(event.node, event.incarnation, newest)
             before = self._members.get(event.node)
-            new = before is None or not before.live or before.presumed or before.incarnation != event.incarnation
+            new_process = before is None or before.incarnation != event.incarnation
+            new = before is None or new_process or not before.live or before.presumed
             self._members.join(event, now)
         except Refused as refusal:
             self._intake.reply_no(event.node, refusal, out)
             return
-        self._intake.supersede(event.node, event.incarnation, out)
+        if new_process:
+            self._intake.supersede(event.node, event.incarnation, out)
         if new:
             message = f"joined as {event.tier.value}; {self.live_members} members"
             out.append(Say(what="joined", message=message, node=event.node))

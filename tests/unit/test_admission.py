@@ -217,6 +217,19 @@ def test_a_newer_process_discards_what_the_older_one_had_not_finished() -> None:
     assert steered.push(header(A, base_version=5)) == Receipt(update_id=A, state=State.ACCEPTED)  # from its outbox
 
 
+def test_a_process_that_joins_again_goes_on_with_what_its_predecessor_had_left_in_the_outbox() -> None:
+    steered = at_version_5()
+    steered.join("a", incarnation=2)
+    first, second = part(intervals=INTERVALS[:1]), part(intervals=INTERVALS[1:])
+    steered.offer(header(A, base_version=5), first)
+    steered.staged(A, first)
+    steered.join("a", incarnation=2)  # it was cut off for a while
+    assert steered.all(events.Discard) == []
+    steered.offer(header(A, base_version=5), second)
+    steered.staged(A, second)
+    assert steered.receipt(A) == Receipt(update_id=A, state=State.ACCEPTED)
+
+
 # ---- repeats ----------------------------------------------------------------------------------------------------------------
 
 
