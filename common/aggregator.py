@@ -35,7 +35,7 @@ from fleetddp.common.scores import Scores
 from fleetddp.common.update import NO_VERSION, Kind, Update, UpdateId
 from fleetddp.common.window import Action, Counts, Grace, Verdict, Window, decide, quorum_reached, resolve
 
-MAX_STATUS_MEMBERS = 1000  # shown in a status, so that it fits one message
+MAX_STATUS_MEMBERS = 1000
 
 
 class Aggregator:
@@ -367,9 +367,9 @@ class Aggregator:
 
     # ---- what people see --------------------------------------------------------------------------------------------------
 
-    def status(self, now: float) -> dict[str, Any]:
-        """How the run stands, as JSON-able values; the schema is in WIRE.md."""
-        members = self._members.status(MAX_STATUS_MEMBERS)
+    def status(self, now: float, most: int = MAX_STATUS_MEMBERS) -> dict[str, Any]:
+        """How the run stands, with ``most`` members at most, as JSON-able values; the schema is in WIRE.md."""
+        members = self._members.status(most)
         return {
             "at": now,
             "run": self.run,

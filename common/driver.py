@@ -7,6 +7,7 @@ logged, counted, and answered if somebody waits; a merge that the disk refuses i
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections import deque
@@ -15,7 +16,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any, Protocol, TypeVar, Union
 
-from fleetddp.common.aggregator import Aggregator
+from fleetddp.common.aggregator import MAX_STATUS_MEMBERS, Aggregator
 from fleetddp.common.clock import Clock
 from fleetddp.common.errors import FleetError, Reason, Refused, StorageError
 from fleetddp.common.events import (
@@ -50,6 +51,7 @@ from fleetddp.common.news import Watcher
 from fleetddp.common.publish import Publisher
 from fleetddp.common.staging import Staging, Stream
 from fleetddp.common.telemetry import Telemetry
+from fleetddp.common.transport.limits import MESSAGE_BYTES
 from fleetddp.common.update import Receipt, State, Update, UpdateId, Version
 
 T = TypeVar("T")
@@ -57,6 +59,7 @@ Answer = Union[Joined, Heard, Left, Proceed, Receipt, Refused]
 
 PROGRESS_EVERY_S = 1.0  # the aggregator hears of an update's arriving bytes at most so often
 RETRY_MAX_S = 30.0  # between attempts at a merge that failed
+STATUS_ROOM = 1024  # bytes of a message for what wraps a status
 MAX_STATUS_VERSIONS = 100
 
 _log = logging.getLogger(__name__)
@@ -206,8 +209,14 @@ class Driver:
             self.handle(Progressed(update_id=update_id))
 
     def status(self) -> dict[str, Any]:
-        """What ``fleetddp status`` shows; the schema is in WIRE.md."""
-        status = self._aggregator.status(self._clock.now())
+        """What ``fleetddp status`` shows, with so many members as fit one message; the schema is in WIRE.md."""
+        most = MAX_STATUS_MEMBERS
+        while len(json.dumps(status := self._status(most))) > MESSAGE_BYTES - STATUS_ROOM and most:
+            most //= 2
+        return status
+
+    def _status(self, most: int) -> dict[str, Any]:
+        status = self._aggregator.status(self._clock.now(), most)
         status["versions"] = [
             {
                 "number": version.number,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.steering import LAYOUT, Steered, durable, founded, header, init, part, partial, uid, version
 
-from fleetddp.common import aggregator, events
+from fleetddp.common import events
 from fleetddp.common.errors import Reason, Refused
 from fleetddp.common.recovered import Recovered
 from fleetddp.common.update import NO_VERSION, Receipt, State, Tier, UpdateId
@@ -564,14 +564,13 @@ def test_a_status_is_json_and_shows_how_the_run_stands() -> None:
 # ---- regions ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_status_shows_so_many_members_those_that_are_live_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregator, "MAX_STATUS_MEMBERS", 2)
+def test_a_status_shows_so_many_members_those_that_are_live_first() -> None:
     fleet = Steered.of()
     fleet.join("d", "a", "c", "b")
     for node in "ab":
         fleet.send(events.Leave(node=node, incarnation=1))
     assert fleet.aggregator.live_members == 2
-    status = fleet.aggregator.status(0.0)
+    status = fleet.aggregator.status(0.0, 2)
     assert ([member["node"] for member in status["members"]], status["members_omitted"]) == (["c", "d"], 2)
 
 

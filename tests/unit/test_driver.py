@@ -113,6 +113,19 @@ def test_bytes_are_told_now_and_then_and_only_of_what_is_arriving() -> None:
     assert script.driver._progress == {}
 
 
+def test_a_status_holds_so_many_members_as_fit_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script()
+    asked: list[int] = []
+
+    def status(now: float, most: int) -> dict[str, Any]:
+        asked.append(most)
+        return {"members": ["x" * 3000] * most, "counters": {}}
+
+    monkeypatch.setattr(script, "status", status, raising=False)
+    assert len(script.driver.status()["members"]) == 250  # 500 would be one and a half MB
+    assert asked == [1000, 500, 250]
+
+
 def test_a_restarted_coordinator_shows_the_versions_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script()
     kept = tuple(version(number) for number in (3, 4))
