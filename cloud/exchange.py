@@ -93,6 +93,10 @@ class Exchange:
         """The last update was refused: as if it had never been encoded."""
         self.residual = self._residual_before
 
+    def forget_residual(self) -> None:
+        """What the codec left out is too old to be sent."""
+        self.residual = [None] * len(self.intervals)
+
     def initial(self) -> memoryview:
         """This rank's slice of the weights, as an ``init`` carries it: float32 values."""
         geometry = Geometry(self.layout, get("float32"))

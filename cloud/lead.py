@@ -37,6 +37,8 @@ class Lead:
         self._run = ""
         self._base = NO_VERSION
         self._sequence = 0  # of the last update
+        self._sent_at = NO_VERSION  # the base of the last update: as old as the codec's residual
+        self._max_staleness = 0
         self._pulls = 0
         self._in_flight = False  # the last update was not answered yet
         self._held = False  # the weights still hold what the last update sent: no version was adopted since
@@ -60,7 +62,8 @@ class Lead:
                 raise Refused(Reason.WRONG_RUN, f"the checkpoint is of run {run!r}, the coordinator's run is {joined.run!r}")
             if NO_VERSION < joined.version < base:
                 raise Refused(Reason.FUTURE_BASE, f"the checkpoint is of version {base}, run {run!r} is at {joined.version}")
-            self._base = min(base, joined.version)
+            self._base = self._sent_at = min(base, joined.version)
+            self._max_staleness = joined.max_staleness
             if joined.wants_init and tier is Tier.SITE:
                 yield self._send("init")
             if self._base == NO_VERSION or self._base < self.session.version:
@@ -113,6 +116,7 @@ class Lead:
 
     def _send(self, do: Literal["init", "push"]) -> Order:
         self._sequence += 1
+        self._sent_at = self._base
         self._in_flight = self._held = True
         return Order(do=do, number=self._sequence)
 
@@ -146,10 +150,10 @@ class Lead:
         self._pulling = None
         if in_vain:
             return None
-        dropped = self._refresh
+        dropped, forget = self._refresh, pull.version - self._sent_at > self._max_staleness
         self._base, self._refresh, self._held = pull.version, False, False
         self.session.base_version = pull.version
-        return Order(do="adopt", version=pull.version, codec=self._courier.published, dropped=dropped)
+        return Order(do="adopt", version=pull.version, codec=self._courier.published, dropped=dropped, forget=forget)
 
     def _is_over(self) -> bool:
         """Whether the run has ended and nothing more is to be had of it."""

@@ -27,7 +27,8 @@ class Order:
 
     ``init``: push your slice of the first weights, as update ``number``. ``push``: that of what you have learnt. ``pull``: fetch
     your slice of ``version``. ``adopt``: gather the slices of ``version`` and load them; what was learnt since the last update is
-    lost if ``dropped``. ``go``: train on; the run is over if ``finished`` says why. ``fail``: raise.
+    lost if ``dropped``, the codec's residual is too old to be sent if ``forget``. ``go``: train on; the run is over if
+    ``finished`` says why. ``fail``: raise.
     """
 
     do: Do
@@ -35,6 +36,7 @@ class Order:
     number: int = 0  # of an update: its sequence; of a pull: tells it from a repeated one
     codec: str = ""  # of adopt: what the version is published in
     dropped: bool = False
+    forget: bool = False
     run: str = ""  # of go: the run that the site is in
     finished: str = ""
     reason: str = ""  # of fail: a Reason's value, if the parent refused

@@ -160,10 +160,11 @@ class Site:
             if rank == 0:
                 self._lead = self._appoint(parent, self._courier, carriers=len(roster.carriers))
         base, run = (NO_VERSION, "") if self._restored is None else (self._restored[0]["version"], self._restored[0]["run"])
+        own = self._restore_residual()
         self._exchange.share_buffers()
         lead = self._lead
         self._follow(lead.opening(self.layout, self._codec.spec, self._member.tier, base, run) if lead else None)
-        self._take_up(base)
+        self._take_up(base, own)
         self._trained_since = time.monotonic()
 
     def _appoint(self, parent: Parent, courier: Courier, *, carriers: int) -> Lead:
@@ -179,20 +180,24 @@ class Site:
         self._session.start()
         return Lead(parent, self._session, self._rendezvous, courier, pushers=len(self._pushers), carriers=carriers)
 
-    def _take_up(self, base: int) -> None:
-        """After the first orders: go on from a checkpoint's place, if the fleet is still where it was."""
-        if self._restored is None:
-            return
-        (alike, own), self._restored = self._restored, None
-        exchange = self._exchange
-        if own is not None and own["intervals"] != [list(i) for i in exchange.intervals]:
+    def _restore_residual(self) -> Mapping[str, Any] | None:
+        """Before the first orders, which may find it too old. Returns this rank's own part of a checkpoint, if it is of use."""
+        own = None if self._restored is None else self._restored[1]
+        if own is None:
+            return None
+        if own["intervals"] != [list(i) for i in self._exchange.intervals]:
             _log.warning("the site has another number of ranks than its checkpoint: the residual of the codec is lost")
-            own = None
-        if own is not None:
-            exchange.residual = [None if r is None else r.to(self._device) for r in own["residual"]]
-        if self.version != NO_VERSION:  # a newer version than the checkpoint's was adopted
+            return None
+        self._exchange.residual = [None if r is None else r.to(self._device) for r in own["residual"]]
+        return own
+
+    def _take_up(self, base: int, own: Mapping[str, Any] | None) -> None:
+        """After the first orders: go on from a checkpoint's place, if the fleet is still where it was."""
+        restored, self._restored = self._restored, None
+        if restored is None or self.version != NO_VERSION:  # a newer version than the checkpoint's was adopted
             return
-        self.version, self._steps = base, int(alike["steps"])
+        self.version, self._steps = base, int(restored[0]["steps"])
+        exchange = self._exchange
         if own is None:
             exchange.anchor = exchange.read()
         else:
@@ -308,6 +313,8 @@ class Site:
         landed = self._courier.take_landed() if self._courier is not None else None
         self._exchange.adopt(order.codec, torch.empty(0, dtype=torch.uint8) if landed is None else landed.data)
         self.version = order.version
+        if order.forget:
+            self._exchange.forget_residual()
         if order.dropped:
             self._progress_is_settled()
 

@@ -46,6 +46,7 @@ class Standing:
             heartbeat_s=self.config.members.heartbeat_s,
             lease_s=self.config.members.lease_s,
             gradient_lr=self.config.merge.gradient_lr,
+            max_staleness=self.config.merge.for_tier(tier).max_staleness,
             codecs=NAMES,
             receipts=receipts,
             finished=self.finished,

@@ -128,6 +128,7 @@ class Joined:
     heartbeat_s: float
     lease_s: float
     gradient_lr: float
+    max_staleness: int  # of the member's tier: an older update is refused, an older codec residual is dropped
     codecs: tuple[str, ...]  # what the parent decodes
     receipts: tuple[Receipt, ...] = ()
     finished: str = ""  # why the run is over; empty while it goes on

@@ -179,8 +179,8 @@ class EdgeNode:
 
     def _refresh(self) -> None:
         """Pull and adopt the newest version, unless it is held already. It may be an older one: a parent may lose its journal."""
-        newest = self._session.version
-        if newest in (NO_VERSION, self.outbox.base_version) or self._cut_off:
+        newest, joined = self._session.version, self._session.joined(timeout_s=0.0)
+        if joined is None or newest in (NO_VERSION, self.outbox.base_version) or self._cut_off:
             return
         try:
             weights = fetch(self._parent, newest, self._layout)
@@ -189,7 +189,7 @@ class EdgeNode:
                 raise
             log.warning("cannot pull version %d now: %s", newest, error)
             return
-        self.outbox.adopt(newest, weights, self._config.merge.for_tier(Tier.EDGE).max_staleness)
+        self.outbox.adopt(newest, weights, joined.max_staleness)
         self._restart_at(weights)
         self._not_before = 0.0
         self._session.base_version = newest

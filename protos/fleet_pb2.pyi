@@ -104,7 +104,7 @@ class JoinRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ..., incarnation: _Optional[int] = ..., run: _Optional[str] = ..., layout: _Optional[str] = ..., leaves: _Optional[int] = ..., open: _Optional[_Iterable[_Union[UpdateId, _Mapping]]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("run", "version", "layout", "wants_init", "heartbeat_s", "lease_s", "gradient_lr", "codecs", "receipts", "finished")
+    __slots__ = ("run", "version", "layout", "wants_init", "heartbeat_s", "lease_s", "gradient_lr", "codecs", "receipts", "finished", "max_staleness")
     RUN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,7 @@ class JoinReply(_message.Message):
     CODECS_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
     run: str
     version: int
     layout: str
@@ -125,7 +126,8 @@ class JoinReply(_message.Message):
     codecs: _containers.RepeatedScalarFieldContainer[str]
     receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
     finished: str
-    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., layout: _Optional[str] = ..., wants_init: bool = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., gradient_lr: _Optional[float] = ..., codecs: _Optional[_Iterable[str]] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: _Optional[str] = ...) -> None: ...
+    max_staleness: int
+    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., layout: _Optional[str] = ..., wants_init: bool = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., gradient_lr: _Optional[float] = ..., codecs: _Optional[_Iterable[str]] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: _Optional[str] = ..., max_staleness: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("node", "incarnation", "base_version", "open", "metrics", "metrics_version", "leaves")

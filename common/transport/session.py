@@ -69,7 +69,7 @@ class Session:
     def joined(self, timeout_s: float | None = None) -> Joined | None:
         """Wait for the answer to the first join; None after ``stop`` or the timeout. Raises what ended the session."""
         with self._changed:
-            self._changed.wait_for(lambda: self._first is not None or self._over, timeout_s)
+            self._changed.wait_for(lambda: self._first is not None or self._is_over(), timeout_s)
             self._raise_failure()
             return self._first
 
@@ -79,7 +79,7 @@ class Session:
         Raises what ended the session.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._version > after or self._over, timeout_s)
+            self._changed.wait_for(lambda: self._version > after or self._is_over(), timeout_s)
             self._raise_failure()
             return self._version if self._version > after else None
 
@@ -134,7 +134,7 @@ class Session:
     def _stay(self) -> None:
         backoff = self._backoff()
         lost = ""
-        while not self._over:
+        while not self._is_over():
             try:
                 pause_s = self._beat() if self._member else self._enter()
             except (Unreachable, Refused) as error:
@@ -143,6 +143,8 @@ class Session:
                 if str(error) != lost:
                     _log.warning("%s: %s", self._join.node, error)
                 lost = str(error)
+                if isinstance(error, Refused) and error.reason is Reason.UNKNOWN_NODE:
+                    backoff.reset()  # it is back, and only waits for us to join
                 self._sleep(backoff.delay(), or_due=False)
             else:
                 if lost:
@@ -213,16 +215,16 @@ class Session:
 
     def _follow(self) -> None:
         backoff = self._backoff()
-        while not self._over:
+        while not self._is_over():
             with self._changed:
-                self._changed.wait_for(lambda: self._member or self._over)
-            if self._over:
+                self._changed.wait_for(lambda: self._member or self._is_over())
+            if self._is_over():
                 return
             try:
                 for news in self._parent.watch(self._join.node, self._join.incarnation, self._version):
                     self._learn(news.version, news.receipts, news.finished, news.closes_at)
                     backoff.reset()
-                    if self._over:
+                    if self._is_over():
                         return
             except (Unreachable, Refused) as error:
                 _log.debug("%s: news stream: %s", self._join.node, error)
@@ -232,8 +234,7 @@ class Session:
 
     # ---- common to both ------------------------------------------------------------------------------------------------------
 
-    @property
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         return self._stopped or bool(self._finished) or self._failure is not None
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -274,7 +275,7 @@ class Session:
 
     def _sleep(self, seconds: float, *, or_due: bool) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._over or (or_due and self._due), seconds)
+            self._changed.wait_for(lambda: self._is_over() or (or_due and self._due), seconds)
 
     def _backoff(self) -> Backoff:
         return Backoff(self._rng, cap_s=self._retry_cap_s)

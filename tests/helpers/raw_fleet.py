@@ -86,6 +86,7 @@ class RawFleet(FleetServicer):
             heartbeat_s=1000.0,
             lease_s=2000.0,
             gradient_lr=0.01,
+            max_staleness=10,
             codecs=["float32"],
         )
 

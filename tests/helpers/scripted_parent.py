@@ -87,6 +87,7 @@ class ScriptedParent:
                 heartbeat_s=0.05,
                 lease_s=1.0,
                 gradient_lr=0.01,
+                max_staleness=10,
                 codecs=codecs.NAMES,
                 receipts=self._receipts(request.open),
                 finished=self.finished,

@@ -515,6 +515,7 @@ def test_joined_says_what_a_member_needs() -> None:
         heartbeat_s=5,
         lease_s=20,
         gradient_lr=0.25,
+        max_staleness=10,
         codecs=("float32", "bfloat16", "int8", "int4", "topk"),
     )
 

@@ -40,6 +40,7 @@ class News:
             heartbeat_s=1.0,
             lease_s=2.0,
             gradient_lr=0.1,
+            max_staleness=10,
             codecs=("float32", "int8", "topk"),
         )
 
@@ -103,6 +104,27 @@ def test_a_boundary_pushes_waits_pulls_and_adopts() -> None:
     site.arrive(2)
     assert list(orders) == [Order(do="adopt", version=1, codec="bfloat16"), GO]
     assert site.news.base_version == 1
+
+
+def test_a_residual_older_than_the_bound_is_forgotten() -> None:
+    for newest, forget in ((10, False), (11, True)):  # ten versions, and one more than the coordinator takes
+        site = Site().opened()
+        orders = site.lead.orders(None)
+        next(orders)
+        site.answer(2)
+        site.news.version = newest
+        next(orders)
+        site.arrive(2)
+        assert next(orders) == Order(do="adopt", version=newest, codec="bfloat16", forget=forget)
+
+
+def test_the_residual_of_an_old_checkpoint_is_forgotten() -> None:
+    site = Site()
+    site.news.version, site.news.wants_init = 20, False
+    orders = site.opening(base=9, run="run")
+    assert next(orders) == Order(do="pull", version=20, number=1)
+    site.arrive(1)
+    assert next(orders) == Order(do="adopt", version=20, codec="bfloat16", forget=True)
 
 
 def test_time_up_before_the_update_is_answered() -> None:

@@ -35,6 +35,7 @@ def joined(version: int = 3, *, heartbeat_s: float = 1000.0, receipts: tuple[Rec
         heartbeat_s=heartbeat_s,
         lease_s=2000.0,
         gradient_lr=0.01,
+        max_staleness=10,
         codecs=("float32",),
         receipts=receipts,
         finished=finished,

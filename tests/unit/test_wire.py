@@ -42,6 +42,7 @@ JOINED = Joined(
     heartbeat_s=5.0,
     lease_s=20.0,
     gradient_lr=0.01,
+    max_staleness=10,
     codecs=("float32", "int8"),
     receipts=(RECEIPT,),
     finished="",
