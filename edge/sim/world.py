@@ -1,0 +1,44 @@
+"""What the members of a simulated fleet share, and how each kind of them works."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fleetddp.common.config import FleetConfig
+from fleetddp.common.update import Interval, Kind, Tier
+from fleetddp.edge.sim.calls import Network
+from fleetddp.edge.sim.learning import Learning
+from fleetddp.edge.sim.loop import EventLoop
+from fleetddp.edge.sim.observer import Observer
+from fleetddp.edge.sim.root import SimRoot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Around every member."""
+
+    config: FleetConfig
+    loop: EventLoop
+    network: Network
+    root: SimRoot
+    learning: Learning
+    observer: Observer
+    required: tuple[Interval, ...]  # the elements that an update covers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conduct:
+    """How a kind of member works."""
+
+    tier: Tier
+    kind: Kind  # of its updates
+    codec: str
+    samples: float  # in a unit of work
+    steps: int
+    work: float  # cost of one sample, see profiles.py
+    wait_s: float = math.inf  # for a newer version before it trains on
+    dropout: float = 0.0  # probability that it stops in the middle of a unit
+    restart_s: float = 60.0  # how long it is gone then
+    partial: float = 0.0  # probability that it does a part of a unit only
+    clock_skew_s: float = 0.0  # standard deviation of its clock's error
