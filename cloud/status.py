@@ -16,6 +16,7 @@ from fleetddp.common.config import SecurityConfig
 from fleetddp.common.transport.uplink import Uplink
 
 REFRESH_S = 1.0
+MAX_METRICS = 3  # of a version, so that a line holds them
 
 
 def show(address: str, security: SecurityConfig, *, as_json: bool, watch: bool) -> None:
@@ -48,7 +49,7 @@ def render(status: Mapping[str, Any], *, now: float) -> Group:
         Text(headline, style="bold"),
         Text(f"window: {window['reason'] or 'not open'}"),
         members_table(status["members"], newest=newest, now=now),
-        versions_table(status["versions"], now=now),
+        versions_table(status["versions"], status["scores"], now=now),
         Text(f"updates: {counters['accepted']} accepted, {counters['merged']} merged; refused: {refused}"),
     )
 
@@ -74,13 +75,14 @@ def members_table(members: list[Mapping[str, Any]], *, newest: int, now: float) 
     return table
 
 
-def versions_table(versions: list[Mapping[str, Any]], *, now: float) -> Table:
+def versions_table(versions: list[Mapping[str, Any]], scores: Mapping[str, Mapping[str, float]], *, now: float) -> Table:
     """The last versions: how old, of how many updates, why the window closed, what members measured."""
     table = Table(title="versions", title_justify="left", expand=False)
     for name in ("version", "age", "updates", "reason", "metrics"):
         table.add_column(name, justify="right" if name in ("version", "age", "updates") else "left")
     for v in versions[-5:]:
-        metrics = "  ".join(f"{k} {x:.3f}" for k, x in sorted(v["metrics"].items()))
+        measured = {**v["metrics"], **scores.get(str(v["number"]), {})}
+        metrics = "  ".join(f"{name} {value:.3f}" for name, value in sorted(measured.items())[:MAX_METRICS])
         age = f"{max(0.0, now - v['published_at']):.0f} s"
         table.add_row(str(v["number"]), age, str(v["updates"]), v["reason"], metrics)
     return table

@@ -37,7 +37,7 @@ from fleetddp.common.telemetry import log_to_terminal
 PROBE = 64  # samples of each rank that are compared with the other ranks'
 SHARED = 0.1  # of them may be found on another rank: real data holds a few samples twice
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("fleetddp.cloud.train")  # under torchrun -m, __name__ is __main__
 
 
 class Trainer:

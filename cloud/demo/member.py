@@ -50,9 +50,7 @@ def main(fleet_file: str, name: str) -> None:
     config = load(fleet_file)
     assert config.task is not None  # the plan names it
     device = next(device for device in DEVICES if device.name == name)
-    parent = FaultyUplink(
-        config.coordinator.address, config.security, node=name, run=config.run, patience=patience(config)
-    )
+    parent = FaultyUplink(config.coordinator.address, config.security, node=name, run=config.run, patience=patience(config))
     parent.faulty = device.bad_update
     serve(EdgeNode(config, PacedDigits(device.pace_s, **config.task.args), parent, name=name))
 

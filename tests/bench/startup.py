@@ -1,4 +1,4 @@
-"""How long people wait before anything happens: `fleetddp --help` over Python's own start, `import fleetddp.edge` over `import torch`.
+"""How long people wait: `fleetddp --help` over Python's own start, `import fleetddp.edge` and its node over `import torch`.
 
 Run: python tests/bench/startup.py. Wall time of fresh processes, the arms in turn, medians of the differences of pairs.
 """

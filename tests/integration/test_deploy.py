@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.fleet import fleet_config, free_port, on_port, running, write
 
 from fleetddp.common.config import load
 from fleetddp.common.outer import OuterOptimizer
@@ -59,3 +61,38 @@ def test_launch_scripts_explain_themselves(script: str, arguments: int) -> None:
     assert result.returncode == 2
     assert f"usage: {script} FLEET.YAML SITE" in result.stderr
     assert arguments == len([w for w in result.stderr.splitlines()[1].split(script)[1].split() if w])
+
+
+def launch(script: str, fleet: str, *arguments: str, nproc: int, port: int) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "TORCHRUN": str(Path(sys.executable).with_name("torchrun")),
+        "NPROC": str(nproc),
+        "HEAD_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    command = [str(ROOT / "deploy/torchrun" / script), fleet, "lab", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize(("script", "nodes"), [("one-node.sh", [()]), ("two-node.sh", [("0", "127.0.0.1"), ("1", "127.0.0.1")])])
+def test_the_launch_scripts_run_a_site_of_two_ranks(script: str, nodes: list[tuple[str, ...]], tmp_path: Path) -> None:
+    config = fleet_config(
+        tmp_path,
+        members={"sites": ["lab"]},
+        task={"target": "fleetddp.edge.tasks.digits:Digits", "args": {"sites": ["lab"]}},
+        site={"sync_every": 2},
+        until={"versions": 2},
+    )
+    with running(config) as coordinator:
+        fleet = write(on_port(config, coordinator.coordinator.port), tmp_path)
+        port = free_port()
+        ranks = 2 // len(nodes)
+        processes = [launch(script, fleet, *arguments, nproc=ranks, port=port) for arguments in nodes]
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0] * len(nodes), "\n".join(outputs)
+        status = coordinator.status()
+    assert status["version"] == 2
+    assert [(m["node"], m["tier"], m["updates"]) for m in status["members"]] == [("lab", "site", 2)], "one site, not one a node"
+    assert "version 1, epoch" in outputs[0], "rank 0 evaluates each version"

@@ -56,9 +56,7 @@ def test_a_shared_link_conserves_work(sends: list[tuple[float, int]], rate: floa
 @given(st.floats(1, 1e12), st.floats(1, 1e12), st.floats(1e-6, 10), st.floats(0, 2), st.integers(0, 2**40), st.integers(0, 9))
 def test_nothing_is_instant(down: float, up: float, latency: float, jitter: float, size: int, seed: int) -> None:
     """The fault of other simulators: transfers without a stated speed take no time at all."""
-    link = Path(
-        down_bytes_per_s=down, up_bytes_per_s=up, latency_s=latency, jitter=jitter, stream=Draws(seed).stream("path")
-    )
+    link = Path(down_bytes_per_s=down, up_bytes_per_s=up, latency_s=latency, jitter=jitter, stream=Draws(seed).stream("path"))
     assert link.message(0.0) > 0
     assert link.download(0.0, size) >= latency
     assert link.upload(0.0, size) >= latency

@@ -126,7 +126,7 @@ def test_a_partitioner_is_taken_over_by_its_row_column() -> None:
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
-        ([{"image": [1]}], 'dataset.add_column'),
+        ([{"image": [1]}], "dataset.add_column"),
         ([[1, 2]], "partition 0 has no column 'row'"),
         ([{"row": [0]}, {"row": []}], "partition 1 must have at least one integer"),
         ([{"row": [0.5]}], "at least one integer"),
