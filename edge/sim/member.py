@@ -211,7 +211,7 @@ class SimMember:
 
     def _due(self) -> bool:
         owed = self.owed
-        if owed.base_version == NO_VERSION or len(owed) >= self._world.config.edge.max_outbox:
+        if owed.base_version == NO_VERSION or len(owed) >= self._conduct.max_owed:
             return False
         # A gradient is about the weights as they were: one will do.
         again = self._impatient or (self._session.cut_off and self._conduct.kind is Kind.DELTA)

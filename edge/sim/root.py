@@ -290,8 +290,8 @@ class SimRoot:
         """Send the news that the last event brought, one message a member."""
         if not self._ready:
             return
-        driver, ready = self._driver, self._ready
-        self._ready = []
+        driver, ready = self._driver, self._ready.copy()
+        self._ready.clear()  # the watchers hold on to this list
         for member in ready:
             watcher = self._watchers.get(member.name)
             news = watcher.take() if watcher is not None else None

@@ -44,7 +44,8 @@ class _Region:
 class Simulation:
     """One run of a scenario. ``observers`` look on; ``log`` gets the events as JSON lines.
 
-    ``loop``, ``network``, ``root`` and ``members`` (by name) may be used before ``run``: to schedule a crash, for instance.
+    ``loop``, ``network``, ``root``, ``world`` and ``members`` (by name) may be used before ``run``, to schedule a crash
+    for instance.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Simulation:
         self.learning, store = self._mode(config)
         root = scenario.root
         self.root = SimRoot(config, store, self.loop, self.network, observer, disk_s=root.disk_s, merge_s=root.merge_s)
-        self._world = World(
+        self.world = World(
             config=config,
             loop=self.loop,
             network=self.network,
@@ -120,18 +121,19 @@ class Simulation:
             )
             availability = available[population].of(name, region.outages if region else [])
             stream = self.draws.stream("member", name)
-            yield SimMember(name, self._world, conducts[population], profile, path, availability, stream)
+            yield SimMember(name, self.world, conducts[population], profile, path, availability, stream)
 
     def _conduct(self, section: PopulationConfig) -> Conduct:
         """How the members of a population work: by the fleet file's ``edge`` or ``site`` section."""
-        edge, site = self._world.config.edge, self._world.config.site
+        edge, site = self.world.config.edge, self.world.config.site
         if section.tier is Tier.SITE:
             steps, samples, codec, wait_s = site.sync_every, section.samples * site.sync_every, site.codec, site.wait_s
+            max_owed = math.inf
         else:
             epoch = math.ceil(section.samples / edge.batch_size)
             steps = edge.epochs * epoch if edge.steps is None else edge.steps
             samples = edge.epochs * section.samples if edge.steps is None else min(edge.batch_size, section.samples) * edge.steps
-            codec, wait_s = edge.codec, None
+            codec, wait_s, max_owed = edge.codec, None, edge.max_outbox
         gradient = section.tier is Tier.EDGE and edge.update == "gradient"
         return Conduct(
             tier=section.tier,
@@ -140,6 +142,7 @@ class Simulation:
             samples=samples,
             steps=steps,
             work=section.work,
+            max_owed=max_owed,
             wait_s=math.inf if wait_s is None else wait_s,
             dropout=section.dropout,
             restart_s=section.restart_s,

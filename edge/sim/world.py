@@ -37,6 +37,7 @@ class Conduct:
     samples: float  # in a unit of work
     steps: int
     work: float  # cost of one sample, see profiles.py
+    max_owed: float = math.inf  # updates not settled; with so many it waits
     wait_s: float = math.inf  # for a newer version before it trains on
     dropout: float = 0.0  # probability that it stops in the middle of a unit
     restart_s: float = 60.0  # how long it is gone then
