@@ -77,7 +77,7 @@ class Intake:
         member = self._members.known(update_id.node)
         if update_id.incarnation > member.incarnation:
             raise Refused(Reason.UNKNOWN_NODE, f"incarnation {update_id.incarnation} of {update_id.node} has not joined")
-        member.seen_at = now
+        self._members.see(member, now)
         known = self._known(event)
         if known is not None:
             self.duplicates += 1

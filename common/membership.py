@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -32,7 +33,6 @@ class Member:
     leaves: int = 1
     seen_at: float = -math.inf
     live: bool = False
-    queued: bool = False  # has its entry among the leases
     presumed: bool = False  # known from the journal only: counted, but not answered before it joins again
     base_version: int = NO_VERSION
     metrics: dict[str, float] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Membership:
         self._remembered = remembered
         self._members: dict[str, Member] = {}
         self._gone: dict[str, None] = {}  # those not live, the longest gone first
-        self._leases: list[tuple[float, str]] = []  # one entry a live member; may be earlier than its lease
+        self._leases: OrderedDict[str, Member] = OrderedDict()  # the live ones, those silent the longest first
         self._spared_until = -math.inf  # no lease ends before
         self._touched: list[Member] = []  # those with anything to reset when the next window opens
         self.expected = 0
@@ -105,8 +105,10 @@ class Membership:
 
     @property
     def next_lease(self) -> float:
-        """A time before which no lease ends."""
-        return self._leases[0][0] if self._leases else math.inf
+        """When the next lease ends, unless its member is heard of before."""
+        for member in self._leases.values():
+            return max(member.seen_at + self._config.lease_s, self._spared_until)
+        return math.inf
 
     def join(self, event: Join, now: float) -> Member:
         """Enter or come back; ``Refused(SUPERSEDED)`` for a process older than the newest that joined."""
@@ -144,7 +146,7 @@ class Membership:
             raise superseded(event.node, event.incarnation, member.incarnation)
         if event.incarnation > member.incarnation:
             raise Refused(Reason.UNKNOWN_NODE, f"incarnation {event.incarnation} of {event.node} has not joined")
-        member.seen_at = now
+        self.see(member, now)
         member.base_version = event.base_version
         leaves = _leaves(member.tier, event.leaves)
         if leaves != member.leaves:
@@ -164,7 +166,7 @@ class Membership:
         """A sign of life other than a heartbeat."""
         member = self._members.get(node)
         if member is not None:
-            member.seen_at = now
+            self.see(member, now)
 
     def leave(self, node: str, incarnation: int) -> bool:
         """Go for good; False if this process is not the one that is live."""
@@ -180,17 +182,10 @@ class Membership:
         if now - self.next_lease > self._config.heartbeat_s:
             # Nobody looked for so long: this process was held up, and could not hear the members. They get time to be heard.
             self._spared_until = now + self._config.heartbeat_s
-        while self._leases and self._leases[0][0] <= now:
-            _, node = heapq.heappop(self._leases)
-            member = self._members.get(node)
-            if member is None:  # long gone
-                continue
-            member.queued = False
-            if member.live and self._lease_end(member) > now:
-                self._enqueue(member)
-            elif member.live:
-                self._end(member)
-                lost.append(member)
+        while self.next_lease <= now:
+            member = next(iter(self._leases.values()))
+            self._end(member)
+            lost.append(member)
         return lost
 
     def arrive(self, update: Update, window: int, staleness: int) -> None:
@@ -235,16 +230,14 @@ class Membership:
     def _revive(self, member: Member, now: float) -> None:
         self._gone.pop(member.node, None)
         member.live = True
+        self._leases[member.node] = member
+        self.see(member, now)
+
+    def see(self, member: Member, now: float) -> None:
+        """A sign of life: its lease begins anew."""
         member.seen_at = now
-        self._enqueue(member)
-
-    def _enqueue(self, member: Member) -> None:
-        if not member.queued:
-            member.queued = True
-            heapq.heappush(self._leases, (self._lease_end(member), member.node))
-
-    def _lease_end(self, member: Member) -> float:
-        return max(member.seen_at + self._config.lease_s, self._spared_until)
+        if member.live:
+            self._leases.move_to_end(member.node)
 
     def live(self) -> dict[str, int]:
         """How many members of each tier are live."""
@@ -253,6 +246,7 @@ class Membership:
     def _end(self, member: Member) -> None:
         before = self._take_out(member)
         member.live = False
+        del self._leases[member.node]
         self._put_back(member, before)
         self._bury(member)
 
