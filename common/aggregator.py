@@ -146,7 +146,8 @@ class Aggregator:
                 out.append(Say(what="lost", message="its lease ended", node=member.node))
         if now >= self._intake.arrivals.next_due:
             self._intake.pass_time(now, out)
-        self._check_end(now, out)
+        if now >= self._ends_at:
+            self._check_end(now, out)
 
     def _after(self, now: float, out: list[Effect]) -> None:
         """Look at the window if anything it depends on has changed, and ask to be woken for what time will change."""

@@ -76,6 +76,10 @@ class Arrivals:
         node = self._by_node.get(update_id.node)
         return None if node is None else node.get(update_id)
 
+    def of(self, node: str) -> int:
+        """How many updates of this node are arriving."""
+        return len(self._by_node.get(node, ()))
+
     def add(self, arriving: Arriving) -> None:
         """Begin."""
         update_id = arriving.header.update_id
@@ -98,13 +102,19 @@ class Arrivals:
     @property
     def next_due(self) -> float:
         """A time before which nothing can be found to have stalled."""
+        while self._due and self._is_past(self._due[0][2]):
+            heapq.heappop(self._due)
         return self._due[0][0] if self._due else math.inf
+
+    def _is_past(self, arriving: Arriving) -> bool:
+        """Whether it cannot stall any more: it is whole, or gone."""
+        return arriving.update is not None or self.get(arriving.header.update_id) is not arriving
 
     def stalled(self, now: float) -> Iterator[tuple[Arriving, bool]]:
         """Those without a byte for ``stall_s`` (False: no longer on its way) or three times that (True: to be dropped)."""
         while self._due and self._due[0][0] <= now:
             _, _, arriving = heapq.heappop(self._due)
-            if self.get(arriving.header.update_id) is not arriving or arriving.update is not None:
+            if self._is_past(arriving):
                 continue
             stalls_at = arriving.progressed_at + self._stall_s
             drops_at = arriving.progressed_at + DROPPED_AFTER * self._stall_s

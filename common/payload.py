@@ -53,6 +53,7 @@ class Geometry:
         self._parameter_bytes = codec.encoded_bytes(layout.parameters)
         self.row_bytes = self._parameter_bytes + self._buffer_codec.encoded_bytes(self._buffer_elements)
         self.payload_bytes = rows * self.row_bytes
+        self._first_row = self._sections_at(0, 0)
 
     @classmethod
     def of_update(cls, header: UpdateHeader, layout: Layout | None) -> Geometry:
@@ -108,7 +109,9 @@ class Geometry:
 
     def _sections(self, row: int) -> list[Section]:
         """Of one row: its parameters, then its buffers if there are any."""
-        start, byte = row * self.layout.elements, row * self.row_bytes
+        return self._sections_at(row * self.layout.elements, row * self.row_bytes) if row else self._first_row
+
+    def _sections_at(self, start: int, byte: int) -> list[Section]:
         middle = byte + self._parameter_bytes
         sections = [Section(start, self.layout.parameters, byte, middle, self.codec, True)]
         if self._buffer_elements:

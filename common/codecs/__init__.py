@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from fleetddp.common.codecs.base import BLOCK, Codec
 from fleetddp.common.codecs.bfloat16 import Bfloat16
 from fleetddp.common.codecs.float32 import Float32
@@ -15,6 +17,7 @@ NAMES = ("float32", "bfloat16", "int8", "int4", "topk")  # before the colon of a
 __all__ = ["BLOCK", "NAMES", "Codec", "get"]
 
 
+@lru_cache(maxsize=64)  # a codec has no state; a spec may come from anybody
 def get(spec: str) -> Codec:
     """The codec of a spec: ``float32``, ``bfloat16``, ``int8``, ``int4`` or ``topk:R``; raises ``Refused(UNKNOWN_CODEC)``."""
     match spec.split(":"):
