@@ -49,6 +49,7 @@ class Reason(str, Enum):
     WRONG_INTERVALS = "WRONG_INTERVALS"
     WRONG_KIND = "WRONG_KIND"
     TOO_LARGE = "TOO_LARGE"
+    TOO_MANY = "TOO_MANY"
     TRUNCATED = "TRUNCATED"
     OUT_OF_ORDER = "OUT_OF_ORDER"
     BAD_CHECKSUM = "BAD_CHECKSUM"
@@ -87,6 +88,7 @@ REASONS: dict[Reason, Rule] = {
     Reason.WRONG_INTERVALS: Rule("INVALID_ARGUMENT", False, "the sender's developer: intervals overlap or miss a block"),
     Reason.WRONG_KIND: Rule("INVALID_ARGUMENT", False, "the sender's developer: this kind is not taken here"),
     Reason.TOO_LARGE: Rule("RESOURCE_EXHAUSTED", False, "the sender keeps to the limits in WIRE.md"),
+    Reason.TOO_MANY: Rule("RESOURCE_EXHAUSTED", True, "the sender finishes the updates that it has begun to send"),
     Reason.TRUNCATED: Rule("DATA_LOSS", True, "the sender pushes again from what the server holds"),
     Reason.OUT_OF_ORDER: Rule("INVALID_ARGUMENT", True, "the sender pushes again from what the server holds"),
     Reason.BAD_CHECKSUM: Rule("DATA_LOSS", True, "the sender pushes again; if it recurs, suspect its memory or network"),

@@ -35,6 +35,7 @@ from fleetddp.common.events import (
 from fleetddp.common.membership import Membership
 from fleetddp.common.payload import Geometry
 from fleetddp.common.receipts import Receipts
+from fleetddp.common.transport.limits import MAX_ARRIVING
 from fleetddp.common.update import Kind, Receipt, State, Update, UpdateHeader, UpdateId
 
 # About the call or its caller, not about the update, which they leave as it stands.
@@ -95,6 +96,10 @@ class Intake:
         overlap = self._overlap(header)
         if overlap:
             return self._refuse_overlap(header, overlap, out)
+        if self.arrivals.of(member.node) >= MAX_ARRIVING:
+            raise Refused(
+                Reason.TOO_MANY, f"{MAX_ARRIVING} updates of {member.node} are arriving already; that is all that is allowed"
+            )
         arriving = Arriving(header=header, geometry=Geometry.of_update(header, self._standing.layout), progressed_at=now)
         admission.check_slice(part, header, arriving.geometry, self._standing)
         arriving.offer(part)

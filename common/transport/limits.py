@@ -18,6 +18,7 @@ LAYOUT_BYTES = 960 * 1024  # a layout's JSON, so that it fits one message
 MAX_INT = 2**63 - 1  # incarnations, sequences, offsets: what a signed 64-bit column holds
 MAX_VERSION = 2**53  # versions and element offsets: exact in a double, so exact in JSON
 MAX_IDS = 256  # open updates named in one join or heartbeat, receipts in one reply or news
+MAX_ARRIVING = 4  # updates of one member that are not durable yet: it sends one after another, and is not to fill the disk
 MAX_GROUPS = 1024  # rows of a partial
 MAX_GROUP_IDS = 8192  # leaf updates named in one partial, all groups together
 MAX_RANGES = 1024  # intervals of one stream, or byte ranges of one pull

@@ -12,6 +12,7 @@ from helpers.steering import INTERVALS, LAYOUT, Steered, durable, fleet, founded
 from fleetddp.common import events
 from fleetddp.common.admission import Standing, check_complete
 from fleetddp.common.errors import Reason, Refused
+from fleetddp.common.transport.limits import MAX_ARRIVING
 from fleetddp.common.update import Group, Kind, Receipt, Slice, State, Tier, Update, UpdateHeader
 
 A = uid("a")
@@ -184,6 +185,23 @@ def test_first_weights_of_a_model_that_is_too_large_are_refused() -> None:
     steered = Steered.of(replace(founded(), version=None, layout=None), limits={"max_elements": LAYOUT.elements - 1})
     steered.join("a", tier=Tier.SITE)
     assert steered.offer(init(A)).reason is Reason.TOO_LARGE
+
+
+def test_a_member_cannot_fill_the_disk_with_updates_it_does_not_finish() -> None:
+    steered = at_version_5()
+    steered.join("b")
+    half = part(intervals=INTERVALS[:1])
+    for number in range(MAX_ARRIVING):
+        assert isinstance(steered.offer(header(uid("a", number), base_version=5), half), events.Proceed)
+    answer = steered.offer(header(uid("a", 9), base_version=5), half)
+    assert isinstance(answer, Refused)
+    assert (answer.reason, answer.retry) == (Reason.TOO_MANY, True)
+    assert "4 updates of a are arriving" in answer.message
+    assert isinstance(steered.offer(header(uid("a", 0), base_version=5), half), events.Proceed)  # one of them goes on
+    assert isinstance(steered.offer(header(uid("b"), base_version=5), half), events.Proceed)  # nobody else is bound by it
+    steered.at(3 * steered.aggregator.config.members.stall_s)  # they are forgotten
+    steered.join("a")
+    assert isinstance(steered.offer(header(uid("a", 9), base_version=5), half), events.Proceed)
 
 
 # ---- who offers -------------------------------------------------------------------------------------------------------------
