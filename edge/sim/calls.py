@@ -43,6 +43,7 @@ class Upload(NamedTuple):
     offer: Offer
     stream: Stream
     payload: memoryview
+    sent: memoryview | None = None  # what ``payload`` was before the network damaged it, and what its checksums are of
 
 
 class Caller(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fleetddp.common.events import Effect, Event
+from fleetddp.common.recovered import Recovered
 from fleetddp.common.update import Receipt
 
 
@@ -17,11 +18,14 @@ class Observer:
     def handled(self, event: Event | None, effects: Sequence[Effect], now: float) -> None:
         """The root's aggregator handled an event (None: its start) and wants these effects, none of which is carried out yet."""
 
+    def recovered(self, recovered: Recovered, now: float) -> None:
+        """The root starts from this; its ``handled`` of None follows."""
+
     def told(self, node: str, receipt: Receipt, now: float) -> None:
         """A receipt has reached the member that it is for."""
 
     def noted(self, node: str, what: str, now: float) -> None:
-        """Something happened to a node: ``started``, ``stopped``, ``lost work``, ``trained``, ``adopted``, ``failed``, ``left``.
+        """Something happened to a node: ``started``, ``stopped``, ``lost work``, ``trained``, ``adopted``, ``failed`` (of the root: its driver logged a failure), ``left``.
         The root's name is ``ROOT``."""
 
 
@@ -38,6 +42,11 @@ class Observers(Observer):
         """See ``Observer``."""
         for observer in self._observers:
             observer.handled(event, effects, now)
+
+    def recovered(self, recovered: Recovered, now: float) -> None:
+        """See ``Observer``."""
+        for observer in self._observers:
+            observer.recovered(recovered, now)
 
     def told(self, node: str, receipt: Receipt, now: float) -> None:
         """See ``Observer``."""

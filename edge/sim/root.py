@@ -77,12 +77,31 @@ class Watched(Aggregator):
         return effects
 
 
+class PlugPulled(BaseException):
+    """The root's machine loses power in the middle of something, and starts again ``down_s`` seconds later. Faults raise it from
+    within the store. Not an ``Exception``: no production code may catch it."""
+
+    def __init__(self, point: str, down_s: float) -> None:
+        super().__init__(point)
+        self.down_s = down_s
+
+
 class _Quiet(Telemetry):
-    """Counts, and leaves the words to the timeline: nobody reads a log of millions of events."""
+    """Counts, and leaves the words to the timeline: nobody reads a log of millions of events. Failures are noted."""
+
+    def __init__(self, failed: Callable[[], None]) -> None:
+        super().__init__()
+        self._failed = failed
 
     def say(self, what: Say) -> None:
         """Count."""
         self.count(what.what)
+
+    def count(self, what: str) -> None:
+        """See ``Telemetry``."""
+        super().count(what)
+        if what == "failed":
+            self._failed()
 
 
 class SimRoot:
@@ -134,20 +153,33 @@ class SimRoot:
         """Recover from the store and begin to answer. Does nothing if it is up."""
         if self._driver is not None:
             return
-        journal, staging, publisher = self._store.open()
-        aggregator = Watched(self._config, journal.recover(), self._observer)
-        driver = Driver(aggregator, staging, journal, publisher, clock=self._loop, host=self, telemetry=_Quiet())
-        self._driver = driver
-        self._observer.noted(ROOT, "started", self._loop.now())
-        driver.start()
-        self._flush()
+        try:
+            journal, staging, publisher = self._store.open()
+            recovered = journal.recover()
+            self._observer.recovered(recovered, self._loop.now())
+            aggregator = Watched(self._config, recovered, self._observer)
+            telemetry = _Quiet(lambda: self._observer.noted(ROOT, "failed", self._loop.now()))
+            driver = Driver(aggregator, staging, journal, publisher, clock=self._loop, host=self, telemetry=telemetry)
+            self._driver = driver
+            self._observer.noted(ROOT, "started", self._loop.now())
+            driver.start()
+            self._flush()
+        except PlugPulled as pulled:
+            self._fall(pulled)
 
     def crash(self) -> None:
         """Stop at once. Does nothing if it is down."""
-        if self._driver is None:
-            return
-        self._driver.stop()
-        self._driver = None
+        if self._driver is not None:
+            self._end()
+
+    def _fall(self, pulled: PlugPulled) -> None:
+        self._end()
+        self._loop.after(pulled.down_s, lambda _: self.start())
+
+    def _end(self) -> None:
+        if self._driver is not None:
+            self._driver.stop()
+            self._driver = None
         self._life += 1
         self._free_at = dict.fromkeys(Lane, -math.inf)
         self._watchers.clear()
@@ -172,12 +204,15 @@ class SimRoot:
         if life != self._life:
             return
         try:
-            outcome = work()
-        except Exception as error:
-            outcome = error
-        if life == self._life:  # the work may have been what crashed it
-            done(outcome)
-            self._flush()
+            try:
+                outcome = work()
+            except Exception as error:
+                outcome = error
+            if life == self._life:  # the work may have been what crashed it
+                done(outcome)
+                self._flush()
+        except PlugPulled as pulled:
+            self._fall(pulled)
 
     def later(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
         """See ``Host``."""
@@ -187,9 +222,13 @@ class SimRoot:
 
     def _ring(self, due: tuple[int, list[Callable[[], None]]]) -> None:
         life, timer = due
-        if timer and life == self._life:
+        if not timer or life != self._life:
+            return
+        try:
             timer[0]()
             self._flush()
+        except PlugPulled as pulled:
+            self._fall(pulled)
 
     # ---- calls ----------------------------------------------------------------------------------------------------------------
 
@@ -203,6 +242,10 @@ class SimRoot:
             self._receivers[type(call.request)](call, driver)
         except FleetError as error:  # Refused (it travels), or a defect of the aggregator, which the driver has logged
             self._network.reply(call, error)
+        except PlugPulled as pulled:
+            self._fall(pulled)
+            if call.answer is None:
+                self._network.fail(call, "the coordinator crashed")
         if self._ready:
             self._flush()
 
@@ -238,7 +281,7 @@ class SimRoot:
 
     def _upload(self, call: Call, driver: Driver) -> None:
         """The bytes of a slice have arrived: what a server does chunk by chunk is done at once, at the time of the last."""
-        offer, stream, payload = call.request
+        offer, stream, payload, sent = call.request
         update_id = offer.header.update_id
         try:
             if payload:
@@ -246,9 +289,10 @@ class SimRoot:
                 geometry = Geometry.of_update(offer.header, driver.layout)
                 for start, stop in geometry.chunks((geometry.byte_range(i) for i in offer.slice.intervals), CHUNK_BYTES):
                     data = bytes(payload[at : at + stop - start])
+                    crc = google_crc32c.value(data if sent is None else bytes(sent[at : at + stop - start]))
                     at += stop - start
                     if at > stream.held:
-                        stream.write(start, google_crc32c.value(data), data)
+                        stream.write(start, crc, data)
             staged = stream.finish()
         except Refused as refusal:
             driver.handle(SliceRejected(update_id=update_id, slice=offer.slice, refusal=refusal))
