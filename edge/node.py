@@ -24,12 +24,12 @@ from torch import Tensor
 
 from fleetddp.common import codecs
 from fleetddp.common.config import FleetConfig
-from fleetddp.common.errors import ConfigError, Reason, Refused, StorageError, Unreachable
+from fleetddp.common.errors import ConfigError, FleetError, Reason, Refused, StorageError, Unreachable
 from fleetddp.common.events import Join
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry, tensor_over
 from fleetddp.common.task import Task, load
-from fleetddp.common.transport import Parent
+from fleetddp.common.transport import MEMBER_REASONS, Parent
 from fleetddp.common.transport.backoff import Backoff
 from fleetddp.common.transport.session import Session
 from fleetddp.common.transport.uplink import Patience, Uplink
@@ -79,8 +79,10 @@ class EdgeNode:
         self._delivery = threading.Thread(target=self._deliver, name="fleetddp-delivery", daemon=True)
         self._stopped, self._parcel = threading.Event(), threading.Event()
         self._work = Work()  # done and not yet in the outbox
-        self._backoff = Backoff(random.Random(), first_s=1.0, cap_s=60.0)  # after an update that led nowhere
+        self._backoff = _sparing()  # after an update that led nowhere
         self._not_before = 0.0
+        self._pull_backoff = _sparing()  # after a version that could not be taken up ...
+        self._missed, self._pull_not_before = NO_VERSION, 0.0  # ... which one, and when to try it again
         self._alone = False  # as last logged
         self.counts: Counter[str] = Counter()  # units of work; diverged
 
@@ -95,10 +97,10 @@ class EdgeNode:
                 log.info("going on from version %d, %d updates in the outbox", self.outbox.base_version, len(self.outbox))
             self._session.start()
             self._delivery.start()
-            while not self._stopped.is_set() and not self._session.finished:
+            while self._is_going():
                 self._turn()
-                if self._session.failure is not None:
-                    raise self._session.failure
+            if self._session.failure is not None:
+                raise self._session.failure
             return self._session.finished
         except Refused as refusal:
             self._explain(refusal)
@@ -123,6 +125,9 @@ class EdgeNode:
         """Say which tensor differs, if that is what is wrong: raises ``LayoutMismatch``."""
         if refusal.reason is Reason.WRONG_LAYOUT:
             self._parent.layout().check(self._trainer.model)
+
+    def _is_going(self) -> bool:
+        return not (self._stopped.is_set() or self._session.finished or self._session.failure is not None)
 
     @property
     def _cut_off(self) -> bool:
@@ -159,7 +164,7 @@ class EdgeNode:
 
     def _train(self) -> None:
         """One unit of work, into the outbox."""
-        work = self._trainer.train(lambda: not self._stopped.is_set())
+        work = self._trainer.train(self._is_going)
         if work is None:
             return
         self.counts["units"] += 1
@@ -182,14 +187,19 @@ class EdgeNode:
         newest, joined = self._session.version, self._session.joined(timeout_s=0.0)
         if joined is None or newest in (NO_VERSION, self.outbox.base_version) or self._cut_off:
             return
+        if newest == self._missed and time.monotonic() < self._pull_not_before:
+            return
         try:
             weights = fetch(self._parent, newest, self._layout)
-        except (Unreachable, Refused) as error:
+            self.outbox.adopt(newest, weights, joined.max_staleness)
+        except (Unreachable, Refused, StorageError) as error:
             if isinstance(error, Refused) and error.reason is Reason.WRONG_LAYOUT:
                 raise
-            log.warning("cannot pull version %d now: %s", newest, error)
+            pause = self._pull_backoff.delay()
+            self._missed, self._pull_not_before = newest, time.monotonic() + pause
+            log.warning("cannot take up version %d, trying again in %.0f s: %s", newest, pause, error)
             return
-        self.outbox.adopt(newest, weights, joined.max_staleness)
+        self._pull_backoff.reset()
         self._restart_at(weights)
         self._not_before = 0.0
         self._session.base_version = newest
@@ -213,17 +223,18 @@ class EdgeNode:
 
     def _deliver(self) -> None:
         """Push the outbox in order, until stopped."""
-        backoff = Backoff(random.Random())
+        soon, later = Backoff(random.Random()), _sparing()
         while not self._stopped.is_set():
             self._parcel.clear()
             try:
                 if not self._push_next():
                     self._parcel.wait(POLL_S)
-                backoff.reset()
+                soon.reset()
+                later.reset()
             except (Unreachable, Refused, StorageError) as error:
                 if not self._stopped.is_set():
                     log.warning("cannot deliver now: %s", error)
-                    self._stopped.wait(backoff.delay())
+                    self._stopped.wait((soon if _costs_little(error) else later).delay())
 
     def _push_next(self) -> bool:
         """Push the oldest update that the parent may not have; whether there was one and a parent to push it to."""
@@ -254,6 +265,16 @@ class EdgeNode:
             log.info("update %s is in version %d", receipt.update_id, receipt.version)
         else:
             log.warning("update %s: %s %s %s", receipt.update_id, receipt.state.value, receipt.reason, receipt.message)
+
+
+def _sparing() -> Backoff:
+    """For what costs a battery or a metered network something each time."""
+    return Backoff(random.Random(), first_s=1.0, cap_s=60.0)
+
+
+def _costs_little(error: FleetError) -> bool:
+    """Whether a push that failed so had not sent the payload for nothing: it goes on where it broke, or was not let in."""
+    return isinstance(error, Unreachable) or (isinstance(error, Refused) and error.reason in MEMBER_REASONS)
 
 
 def fetch(parent: Parent, version: int, layout: Layout) -> Tensor:

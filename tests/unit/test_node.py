@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 
 from fleetddp.common.config import FleetConfig, parse
 from fleetddp.common.errors import LayoutMismatch, Reason, Refused
+from fleetddp.common.events import ByteRange
 from fleetddp.common.layout import Layout
-from fleetddp.common.update import Kind, State, UpdateHeader
+from fleetddp.common.transport import Sink
+from fleetddp.common.update import Kind, State, UpdateHeader, Version
 from fleetddp.edge import EdgeNode
 
 START = torch.tensor([1.0, 1.0])
@@ -284,6 +287,68 @@ def test_stop_does_not_wait_for_a_push(parent: ScriptedParent, start: Start) -> 
     node.node.stop()
     node.end()
     assert parent.closed
+
+
+def test_the_end_of_the_run_does_not_wait_for_the_work_in_hand(parent: ScriptedParent, start: Start) -> None:
+    begun = threading.Event()
+
+    class Telling(LineTask):
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            begun.set()
+            return super().loss(model, batch)
+
+    node = start(parent, task=Telling(), steps=2**31 - 1)
+    assert begun.wait(PATIENCE_S)
+    parent.set(finished="enough")
+    assert node.end() == "enough"
+    assert node.node.counts["units"] == 0
+
+
+class Times:
+    """When something was tried; ``third`` is set at the third time."""
+
+    def __init__(self) -> None:
+        self._at: list[float] = []
+        self.third = threading.Event()
+
+    def note(self) -> None:
+        self._at.append(time.monotonic())
+        if len(self._at) == 3:
+            self.third.set()
+
+    @property
+    def first_three_s(self) -> float:
+        assert self.third.wait(PATIENCE_S)
+        return self._at[2] - self._at[0]
+
+
+def test_a_version_that_cannot_be_taken_up_is_not_pulled_over_and_over(parent: ScriptedParent, start: Start) -> None:
+    tries, pull = Times(), parent.pull
+
+    def damaged(version: int, ranges: Sequence[ByteRange], sink: Sink) -> Version:
+        if version:
+            return pull(version, ranges, sink)
+        tries.note()
+        raise Refused(Reason.BAD_CHECKSUM, "as scripted")
+
+    parent.pull = damaged  # type: ignore[method-assign]
+    start(parent)
+    assert tries.first_three_s > 1.4  # pauses of at least 0.5 s and 1 s
+    parent.publish(START)  # another one is pulled at once
+    parent.wait_for(lambda: len(parent.pushed) == 1)
+    assert parent.pushed[0][0].base_version == 1
+
+
+def test_a_parent_whose_disk_is_full_is_not_sent_the_same_bytes_over_and_over(parent: ScriptedParent, start: Start) -> None:
+    tries = Times()
+
+    def full(header: UpdateHeader, values: Tensor) -> State:
+        tries.note()
+        raise Refused(Reason.STORAGE, "as scripted")
+
+    parent.verdict = full
+    start(parent)
+    assert tries.first_three_s > 1.4
 
 
 def test_importing_the_edge_costs_next_to_nothing() -> None:
