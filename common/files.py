@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import sqlite3
 import sys
 from pathlib import Path
 from typing import Any, Protocol, Union
@@ -75,6 +76,10 @@ class Files(Protocol):
 
     def fsync_dir(self, path: Path) -> None:
         """Return when the folder's entries (new, renamed, removed) are durable."""
+        ...
+
+    def connect(self, path: Path) -> sqlite3.Connection:
+        """Open or make an SQLite database, for use by several threads, one at a time; transactions are begun explicitly."""
         ...
 
 
@@ -162,6 +167,10 @@ class OsFiles:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+    def connect(self, path: Path) -> sqlite3.Connection:
+        """Gives up soon when another process has it open."""
+        return sqlite3.connect(path, timeout=0.2, isolation_level=None, check_same_thread=False)
 
 
 # fdatasync makes the size durable too (POSIX: whatever is needed to read the data back); macOS has only fsync.

@@ -108,7 +108,7 @@ class Journal:
         with storage(f"cannot open the journal in {directory}"):
             for folder in (self._payloads, self._versions):
                 self._files.make_dir(folder)
-            self._db = sqlite3.connect(directory / "journal.db", timeout=0.2, isolation_level=None, check_same_thread=False)
+            self._db = self._files.connect(directory / "journal.db")
             try:
                 self._open()
             except BaseException:

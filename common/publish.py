@@ -47,7 +47,7 @@ class Publisher:
         """Make version 0 from an accepted ``init``."""
         layout = Layout.from_json(update.header.layout_spec)
         first = self._operand(update, layout)
-        return self._found(layout, lambda interval, out: out.copy_(first.values(0, interval)), at)
+        return self.found_weights(layout, lambda interval, out: out.copy_(first.values(0, interval)), at)
 
     def found_file(self, path: Path, at: float) -> Version:
         """Make version 0 from a file that ``save_init`` wrote, or from a version file; ``ConfigError`` if it is neither."""
@@ -63,7 +63,22 @@ class Publisher:
                 raise ConfigError(f"start.file: {path} is {error}; {hint}") from error
             if file.size() < source.size:
                 raise ConfigError(f"start.file: {path} is cut short: {file.size()} bytes of {source.size}")
-            return self._found(source.head.layout, source.weights, at)
+            return self.found_weights(source.head.layout, source.weights, at)
+
+    def found_weights(self, layout: Layout, weights: Weights, at: float) -> Version:
+        """Make version 0 from these weights."""
+        with self._draft(0) as file:
+            writer = VersionWriter(file, layout, self._codec)
+            version = Version(
+                number=0,
+                layout=layout.fingerprint,
+                codec=self._codec.spec,
+                payload_bytes=writer.payload_bytes,
+                digest=_copy(weights, writer, layout),
+                published_at=at,
+            )
+            self._journal.publish(version, file, payload_start=writer.payload_start, layout=layout, decision=None)
+        return version
 
     def merge(self, decision: Decision) -> Version:
         """Make the version that ``decision`` describes; from its journaling on the bytes are fixed."""
@@ -92,20 +107,6 @@ class Publisher:
                     metrics=decision.metrics,
                 )
                 self._journal.publish(version, file, payload_start=writer.payload_start, layout=layout, decision=decision)
-        return version
-
-    def _found(self, layout: Layout, weights: Weights, at: float) -> Version:
-        with self._draft(0) as file:
-            writer = VersionWriter(file, layout, self._codec)
-            version = Version(
-                number=0,
-                layout=layout.fingerprint,
-                codec=self._codec.spec,
-                payload_bytes=writer.payload_bytes,
-                digest=_copy(weights, writer, layout),
-                published_at=at,
-            )
-            self._journal.publish(version, file, payload_start=writer.payload_start, layout=layout, decision=None)
         return version
 
     @contextlib.contextmanager

@@ -25,8 +25,8 @@ class Observer:
         """A receipt has reached the member that it is for."""
 
     def noted(self, node: str, what: str, now: float) -> None:
-        """Something happened to a node: ``started``, ``stopped``, ``lost work``, ``trained``, ``adopted``, ``failed`` (of the root: its driver logged a failure), ``left``.
-        The root's name is ``ROOT``."""
+        """Something happened to a node: ``started``, ``stopped``, ``lost work``, ``trained``, ``adopted``, ``failed``, ``left``.
+        The root's name is ``ROOT``; of it, ``failed`` says that its driver logged a failure."""
 
 
 ROOT = "root"
