@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from fleetddp.common.errors import Refused
+from fleetddp.common.errors import Refused, Unreachable
 from fleetddp.common.events import Joined, Offer
 from fleetddp.common.transport import MEMBER_REASONS
 from fleetddp.common.transport.backoff import Backoff
 from fleetddp.common.update import NO_VERSION, Kind, Receipt, Slice, State, Tier, UpdateHeader
-from fleetddp.edge.node import DAMAGED, POLL_S
+from fleetddp.edge.node import DAMAGED
 from fleetddp.edge.sim.availability import Availability
 from fleetddp.edge.sim.calls import Held, Pull, Pulled, Upload
 from fleetddp.edge.sim.learning import Parcel, Unit
@@ -76,9 +76,10 @@ class SimMember:
         self._resent = 0
         self._unit: Unit | None = None  # being trained
         self._end: Any = None  # the weights that it leads to
-        # As in the delivery thread and in the node: of pushes, after an update that led nowhere.
-        self._resend = Backoff(self._rng)
-        self._delay = Backoff(self._rng, first_s=1.0, cap_s=60.0)
+        # As in the node: after an update that led nowhere; of pulls; of pushes that cost little, and of others.
+        self._delay, self._pull_delay = self._sparing(), self._sparing()
+        self._soon, self._later = Backoff(self._rng), self._sparing()
+        self._missed, self._pull_not_before = NO_VERSION, -math.inf  # a version that could not be pulled
 
     # ---- life -----------------------------------------------------------------------------------------------------------------
 
@@ -153,6 +154,9 @@ class SimMember:
         self._note("failed")
         self._stop()
 
+    def _sparing(self) -> Backoff:
+        return Backoff(self._rng, first_s=1.0, cap_s=60.0)
+
     def _note(self, what: str) -> None:
         self._world.observer.noted(self.name, what, self._world.loop.now())
 
@@ -177,10 +181,11 @@ class SimMember:
 
     def settle(self, receipt: Receipt) -> None:
         """See ``Owner``."""
-        self._session.changed()
         self._world.observer.told(self.name, receipt, self._world.loop.now())
-        if self.owed.record(receipt) and receipt.state is State.MERGED:
-            self._delay.reset()
+        if self.owed.record(receipt):
+            self._session.changed()
+            if receipt.state is State.MERGED:
+                self._delay.reset()
 
     # ---- work -----------------------------------------------------------------------------------------------------------------
 
@@ -196,8 +201,9 @@ class SimMember:
         if owed.rewinding:
             owed.rewind()
             self._put_off()
-        if session.newest not in (NO_VERSION, owed.base_version) and session.joined and not session.cut_off:
-            self._pull(session.newest)
+        newest = session.newest
+        if newest not in (NO_VERSION, owed.base_version) and session.joined and not session.cut_off and self._may_pull(newest):
+            self._pull(newest)
         elif self._due():
             self._train()
         else:
@@ -217,8 +223,12 @@ class SimMember:
         again = self._impatient or (self._session.cut_off and self._conduct.kind is Kind.DELTA)
         return (again or not owed.trained) and self._world.loop.now() >= self._not_before
 
+    def _may_pull(self, version: int) -> bool:
+        return version != self._missed or self._world.loop.now() >= self._pull_not_before
+
     def _pull(self, version: int) -> None:
         self._busy = True
+        self._missed = version  # until it is here
         self._spend("pull")
         self._world.network.call(self, Pull(version), self._pulled)
 
@@ -226,13 +236,22 @@ class SimMember:
         self._busy = False
         self._spend("wait")
         if not isinstance(answer, Pulled):
-            self._world.loop.after(POLL_S, self._look, self.life)
+            delay = self._pull_delay.delay()
+            self._pull_not_before = self._world.loop.now() + delay
+            self._world.loop.after(delay, self._look, self.life)
+            self.look()
             return
+        self._missed = NO_VERSION
+        self._pull_delay.reset()
         self._session.touch()
         self._not_before = -math.inf
         self._impatient = False
         self._session.changed()
-        self.owed.adopt(answer.version.number, self._world.learning.adopt(answer.version, answer.payload))
+        learning = self._world.learning
+        weights = learning.adopt(answer.version, answer.payload)
+        self.owed.adopt(answer.version.number, weights, self._session.max_staleness)
+        if self.tier is Tier.SITE:  # its rank 0 evaluates what it adopts
+            self._session.report(answer.version.number, learning.evaluate(answer.version, answer.payload))
         self._note("adopted")
         self.look()
 
@@ -308,9 +327,8 @@ class SimMember:
         codec = "float32" if first else conduct.codec
         parcel = entry.parcel
         if parcel is None:
-            entry.before = self.owed.residual
-            parcel = entry.parcel = learning.encode(self.name, entry.kind, codec, entry.start, entry.end, entry.before)
-            self.owed.residual = parcel.residual
+            parcel = learning.encode(self.name, entry.kind, codec, entry.start, entry.end, self.owed.residual)
+            self.owed.encoded(entry, parcel)
         header = UpdateHeader(
             update_id=entry.update_id,
             kind=entry.kind,
@@ -342,11 +360,15 @@ class SimMember:
             reason, message = answer.reason.value, answer.message
             answer = Receipt(update_id=offer.header.update_id, state=State.REFUSED, reason=reason, message=message)
         if not isinstance(answer, Receipt) or answer.state is State.UNKNOWN:
-            self._world.loop.after(self._resend.delay(), self._redeliver, self.life)
+            # What cost little: it was not sent for nothing.
+            cheap = isinstance(answer, Unreachable) or (isinstance(answer, Refused) and answer.reason in MEMBER_REASONS)
+            delay = (self._soon if cheap else self._later).delay()
+            self._world.loop.after(delay, self._redeliver, self.life)
             return
         self._session.touch()
         self._resent = 0
-        self._resend.reset()
+        self._soon.reset()
+        self._later.reset()
         self.settle(answer)
         self._deliver()
         self.look()

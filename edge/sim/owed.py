@@ -23,7 +23,20 @@ class Stage(Enum):
 class Entry:
     """An update that is not settled."""
 
-    __slots__ = ("base_version", "before", "end", "kind", "parcel", "samples", "seconds", "stage", "start", "steps", "update_id")
+    __slots__ = (
+        "base_version",
+        "before",
+        "chain",
+        "end",
+        "kind",
+        "parcel",
+        "samples",
+        "seconds",
+        "stage",
+        "start",
+        "steps",
+        "update_id",
+    )
 
     def __init__(self, update_id: UpdateId, kind: Kind, base_version: int, start: Weights) -> None:
         self.update_id = update_id
@@ -31,7 +44,8 @@ class Entry:
         self.base_version = base_version
         self.start = start
         self.end = start
-        self.before: Weights = None  # the residual that its parcel carries
+        self.before: Weights = None  # the residual that its parcel carries ...
+        self.chain = 0  # ... and the chain of residuals that this is of
         self.samples = 0.0
         self.steps = 0
         self.seconds = 0.0
@@ -44,8 +58,10 @@ class Owed:
 
     __slots__ = (
         "_base",
+        "_chain",
         "_entries",
         "_node",
+        "_residual_version",
         "_sequence",
         "_start",
         "base_version",
@@ -66,6 +82,8 @@ class Owed:
         self.base_version = NO_VERSION
         self.local: Weights = None  # the newest local weights that are in an update; at first the base
         self.residual: Weights = None
+        self._residual_version = NO_VERSION
+        self._chain = 0  # residuals that follow from one another; a new one begins when one is dropped
         self.trained = False  # an update was made on this base
         self.rewinding = False  # an update on this base was refused
 
@@ -82,8 +100,11 @@ class Owed:
         pending = self._pending()
         self.local = self._start if pending is None else pending.end
 
-    def adopt(self, version: int, weights: Weights) -> None:
-        """Train from this version on."""
+    def adopt(self, version: int, weights: Weights, max_staleness: int) -> None:
+        """Train from this version on; a residual older than ``max_staleness`` is dropped."""
+        if self.residual is not None and version - self._residual_version > max_staleness:
+            self.residual = None
+            self._chain += 1
         self.base_version = version
         self._base = self._start = self.local = weights
         self.trained = self.rewinding = False
@@ -121,15 +142,24 @@ class Owed:
                 return entry
         return None
 
+    def encoded(self, entry: Entry, parcel: Parcel) -> None:
+        """An update that is offered was encoded, on top of the residual so far."""
+        entry.parcel, entry.before, entry.chain = parcel, self.residual, self._chain
+        self.residual, self._residual_version = parcel.residual, entry.base_version
+
     def record(self, receipt: Receipt) -> bool:
         """Take note of a receipt; whether it settles an update."""
-        entry = next((e for e in self._entries if e.update_id == receipt.update_id), None)
-        if entry is None or entry.stage is Stage.PENDING:
+        update_id = receipt.update_id
+        for entry in self._entries:
+            if entry.update_id == update_id and entry.stage is not Stage.PENDING:
+                break
+        else:
             return False
         if receipt.state.final:
             self._entries.remove(entry)
             if receipt.state is State.REFUSED and entry.kind is not Kind.INIT:
-                self.residual = entry.before
+                if entry.chain == self._chain:
+                    self.residual = entry.before
                 self.rewinding = self.rewinding or entry.base_version == self.base_version
             return True
         if receipt.state is State.ACCEPTED:

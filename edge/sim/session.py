@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from fleetddp.common.errors import Reason, Refused
@@ -53,11 +54,13 @@ class SimSession:
         self.joined = False
         self.newest = NO_VERSION  # the version that the root told of
         self.finished = ""
+        self.max_staleness = 0  # of updates and residuals; told by the root
         self._owner, self._world, self._tier, self._rng = owner, world, tier, rng
         self._heard_at = world.loop.now()
         self._heartbeat_s = world.config.members.heartbeat_s
         self._backoff = Backoff(rng)
         self._beat: Heartbeat | None = None  # the last one sent, if what it says still holds
+        self._metrics: tuple[int, Mapping[str, float]] = (NO_VERSION, {})  # the version they are of first
 
     @property
     def cut_off(self) -> bool:
@@ -70,6 +73,11 @@ class SimSession:
 
     def changed(self) -> None:
         """The base version or the open updates did."""
+        self._beat = None
+
+    def report(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Tell the root what a version was measured to be."""
+        self._metrics = version, metrics
         self._beat = None
 
     def join(self) -> None:
@@ -107,7 +115,7 @@ class SimSession:
             self._missed(answer)
             return
         self.joined = True
-        self._heartbeat_s = answer.heartbeat_s
+        self._heartbeat_s, self.max_staleness = answer.heartbeat_s, answer.max_staleness
         self._backoff.reset()
         self.newest = answer.version  # even an older one: the parent may have lost its journal
         self._learn(answer.version, answer.receipts, answer.finished)
@@ -122,7 +130,15 @@ class SimSession:
         if self._beat is None:
             owed = self._owner.owed
             incarnation, base_version = owed.incarnation, owed.base_version
-            self._beat = Heartbeat(node=self.name, incarnation=incarnation, base_version=base_version, open=owed.open())
+            version, metrics = self._metrics
+            self._beat = Heartbeat(
+                node=self.name,
+                incarnation=incarnation,
+                base_version=base_version,
+                open=owed.open(),
+                metrics=metrics,
+                metrics_version=version,
+            )
         self._world.network.call(self, self._beat, self._heard)
 
     def _heard(self, answer: Any) -> None:
@@ -148,6 +164,7 @@ class SimSession:
                 return
             if error.reason is Reason.UNKNOWN_NODE:
                 self.joined = False
+                self._backoff.reset()  # it is back, and only waits for us to join
         self._world.loop.after(self._backoff.delay(), self._send_beat if self.joined else self._enter, self.life)
         self._owner.look()  # it may be cut off by now
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetddp.common.update import Kind, Receipt, State, UpdateId
-from fleetddp.edge.sim.learning import Unit
+from fleetddp.edge.sim.learning import NO_BYTES, Parcel, Unit
 from fleetddp.edge.sim.owed import Owed
 
 
@@ -14,7 +14,7 @@ def unit(number: int) -> Unit:
 def owed_at(version: int) -> Owed:
     owed = Owed("phone")
     owed.restart(100)
-    owed.adopt(version, f"v{version}")
+    owed.adopt(version, f"v{version}", 10)
     return owed
 
 
@@ -72,7 +72,7 @@ def test_a_refusal_of_an_older_base_leaves_this_one_alone() -> None:
     owed = owed_at(0)
     owed.put(Kind.DELTA, unit(0), "a")
     owed.offer()
-    owed.adopt(1, "v1")
+    owed.adopt(1, "v1", 10)
     owed.put(Kind.DELTA, unit(1), "b")
     assert owed.record(receipt(1, State.REFUSED))
     assert not owed.rewinding
@@ -107,7 +107,7 @@ def test_a_crash_forgets_what_was_being_trained_and_nothing_else() -> None:
 def test_pending_updates_of_two_bases_stay_apart() -> None:
     owed = owed_at(0)
     owed.put(Kind.DELTA, unit(0), "a")
-    owed.adopt(1, "v1")
+    owed.adopt(1, "v1", 10)
     owed.put(Kind.DELTA, unit(1), "b")
     assert len(owed) == 2
     first = owed.offer()
@@ -127,3 +127,38 @@ def test_a_diverged_unit_is_dropped() -> None:
     assert entry is not None
     owed.drop(entry)
     assert (len(owed), owed.rewinding) == (0, True)
+
+
+def encode(owed: Owed, residual: str) -> None:
+    entry = owed.offer()
+    assert entry is not None
+    assert entry.parcel is None
+    owed.encoded(entry, Parcel(4, NO_BYTES, 0, {}, residual))
+
+
+def test_a_refusal_restores_the_residual_before_it() -> None:
+    owed = owed_at(0)
+    owed.put(Kind.DELTA, unit(0), "a")
+    encode(owed, "r1")
+    owed.record(receipt(1, State.MERGED))
+    owed.adopt(1, "v1", 10)
+    owed.put(Kind.DELTA, unit(1), "b")
+    encode(owed, "r2")
+    assert owed.residual == "r2"
+    owed.record(receipt(2, State.REFUSED))
+    assert owed.residual == "r1"
+
+
+def test_a_residual_that_is_too_old_is_dropped_for_good() -> None:
+    owed = owed_at(0)
+    owed.put(Kind.DELTA, unit(0), "a")
+    encode(owed, "r1")
+    owed.record(receipt(1, State.MERGED))
+    owed.adopt(2, "v2", 2)
+    assert owed.residual == "r1"
+    owed.put(Kind.DELTA, unit(1), "b")
+    encode(owed, "r2")
+    owed.adopt(5, "v5", 2)  # three versions after it was made
+    assert owed.residual is None
+    owed.record(receipt(2, State.REFUSED))  # what it restores is as old
+    assert owed.residual is None
