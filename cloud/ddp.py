@@ -133,7 +133,7 @@ class FleetDDP(DistributedDataParallel):
         self.site.report(metrics, NO_VERSION if training else self.site.version)
 
     def close(self) -> None:
-        """Leave the fleet; training may go on without it. Done by itself when the process ends."""
+        """Leave the fleet; training may go on without it. All ranks call it; done by itself when the process ends."""
         self.site.close()
 
     # ---- DistributedDataParallel ----------------------------------------------------------------------------------------------

@@ -40,10 +40,11 @@ def muster(member: Member, config: SiteConfig, group: dist.ProcessGroup, device:
     """Agree; a collective. Raises ``ConfigError``, on all ranks, where their settings differ."""
     card = (member.node or own_name(), time.time_ns() // 1000, _machine(), member.tier.value, config.model_dump_json())
     cards = tell_all(card, group, device)
-    node, incarnation, _, *settings = cards[0]
+    node, _, _, *settings = cards[0]
     for rank, (_, _, _, *theirs) in enumerate(cards):
         if theirs != settings:
             raise ConfigError(f"the ranks of a site have the same settings; rank 0: {settings}, rank {rank}: {theirs}")
+    incarnation = max(now for _, now, *_ in cards)  # rank 0 may have moved to a machine whose clock is behind
     return Roster(node, incarnation, _carriers(config, [machine for _, _, machine, *_ in cards]))
 
 

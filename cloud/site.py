@@ -19,6 +19,7 @@ The boundary contract; ``tests/integration/test_site_contract.py`` has one test 
     refused             The update is dropped, the residual before it restored, the newest version adopted. A refusal that
                         would befall every update (layout, codec, identity, ...) is raised on all ranks. A site with values
                         that are not finite sends nothing and adopts the newest version.
+    one rank fails      What it raises at a boundary, and that it closed alone, is raised on all ranks.
     start               At the first training forward: rank 0 joins, waiting as long as it takes; the site founds the run
                         (each rank pushes its slice of the ``init``) or adopts the newest version.
     join()              Inside DDP's ``join`` boundaries are put off to its end (the join hook's ``post_hook``), where the
@@ -28,6 +29,7 @@ The boundary contract; ``tests/integration/test_site_contract.py`` has one test 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -43,7 +45,7 @@ from fleetddp.cloud.courier import Courier, Errand, Parcel
 from fleetddp.cloud.exchange import Exchange
 from fleetddp.cloud.lead import Lead
 from fleetddp.cloud.rendezvous import Order, Rendezvous
-from fleetddp.cloud.roster import Member, muster
+from fleetddp.cloud.roster import Member, Roster, muster
 from fleetddp.cloud.steps import StepCounter
 from fleetddp.common.codecs import get
 from fleetddp.common.config import SiteConfig
@@ -130,9 +132,15 @@ class Site:
             self._session.report(metrics, version)
 
     def close(self) -> None:
-        """Leave the fleet and stop all transfers. Training may go on without them."""
+        """Leave the fleet and stop all transfers, on all ranks alike. Training may go on without them."""
+        self._close("has left the fleet, and the others have not: all ranks call close()")
+
+    def _close(self, word: str = "") -> None:
+        """``word``: what has become of this rank, for others that may wait for it."""
         if os.getpid() != self._pid:  # a forked child inherits us, but not our threads, and must not speak for the site
             return
+        if word and self.started and not self.finished:
+            self._leave_word(f"rank {self._group.rank()} {word}")
         session, self._session, self._lead = self._session, None, None
         courier, self._courier = self._courier, None
         self.finished = self.finished or "closed"
@@ -141,18 +149,40 @@ class Site:
         if courier is not None:
             courier.close()
 
+    def _leave_word(self, word: str) -> None:
+        with contextlib.suppress(RuntimeError):  # without its store the job has ended
+            if self._lead is not None:
+                self._rendezvous.give(self._place, Order(do="fail", message=word))
+            else:
+                self._rendezvous.fail("", word)
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """What one rank raises inside ends the exchange on all: those who wait for it in polls would wait for ever."""
+        try:
+            yield
+        except Exception as error:
+            self._close(f"failed: {type(error).__name__}: {error}")
+            raise
+
     # ---- start ----------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Join the fleet and take up its weights. Blocks for as long as no coordinator can be reached."""
-        self.started = True
         roster = muster(self._member, self._config, self._group, self._device)
         self._node, self._incarnation = roster.node, roster.incarnation
         self._exchange = Exchange(
             self._module, self.layout, self._codec, group=self._group, device=self._device, carriers=roster.carriers
         )
         self._pushers = [rank for rank, share in enumerate(self._exchange.shares) if share]
+        self._exchange.share_buffers()
         self._rendezvous = Rendezvous.of(self._group, f"fleetddp/{roster.incarnation}")
+        self.started = True
+        with self._together():
+            self._enter(roster)
+        self._trained_since = time.monotonic()
+
+    def _enter(self, roster: Roster) -> None:
         rank = self._group.rank()
         if rank in roster.carriers:
             parent = self._member.connect(roster.node)
@@ -161,11 +191,9 @@ class Site:
                 self._lead = self._appoint(parent, self._courier, carriers=len(roster.carriers))
         base, run = (NO_VERSION, "") if self._restored is None else (self._restored[0]["version"], self._restored[0]["run"])
         own = self._restore_residual()
-        self._exchange.share_buffers()
         lead = self._lead
         self._follow(lead.opening(self.layout, self._codec.spec, self._member.tier, base, run) if lead else None)
         self._take_up(base, own)
-        self._trained_since = time.monotonic()
 
     def _appoint(self, parent: Parent, courier: Courier, *, carriers: int) -> Lead:
         """Rank 0 begins to join, and leads."""
@@ -211,7 +239,8 @@ class Site:
         self._steps += self.counter.count
         self._seconds += time.monotonic() - self._trained_since
         self.counter.restart()
-        self._follow(self._lead.orders(self._config.wait_s) if self._lead else None)
+        with self._together():
+            self._follow(self._lead.orders(self._config.wait_s) if self._lead else None)
         self._trained_since = time.monotonic()
 
     def _follow(self, given: Iterator[Order] | None) -> None:
@@ -219,12 +248,12 @@ class Site:
         do = ""
         while do != "go":
             place = self._place
-            self._place += 1
             if given is not None:
                 order = next(given)
                 self._rendezvous.give(place, order)
             else:
                 order = self._rendezvous.await_order(place)
+            self._place += 1
             self._carry_out(order)
             do = order.do
             if do == "push" and given is not None:  # a collective: all ranks have carried out what came before
@@ -248,7 +277,7 @@ class Site:
                 if order.finished:
                     self._finish(order.finished)
             case "fail":
-                self.close()
+                self._close()
                 raise Refused(Reason(order.reason), order.message) if order.reason else FleetError(order.message)
 
     def _push_progress(self, sequence: int) -> None:
@@ -327,7 +356,7 @@ class Site:
         if self._group.rank() == 0:
             _log.info("the run is finished (%s) at version %d; training goes on without the fleet", reason, self.version)
         self.finished = reason
-        self.close()
+        self._close()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,7 +29,7 @@ class _Known:
     @property
     def counts(self) -> bool:
         """Whether a round waits for it."""
-        return bool(self.held) and not self.inner and self.optimizer() is not None
+        return not self.inner and self.optimizer() is not None
 
 
 class StepCounter:
@@ -40,7 +41,8 @@ class StepCounter:
 
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer] | None = None) -> None:
         self._module = module
-        self._known: dict[int, _Known] = {}  # by id(optimizer), in the order they were found
+        self._known: dict[int, _Known] = {}  # by id(optimizer), in the order they were found: those that hold something of ours
+        self._strangers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # others: their groups when they were looked at
         self._last = 0  # id of the optimizer that ends a round
         self._complete = False  # no further optimizer is waited for
         self._rounds = 0  # since ``restart``; skipped ones are taken out when their flags are looked at
@@ -55,9 +57,11 @@ class StepCounter:
         """Note that ``optimizer`` has stepped; whether this ended a round."""
         known = self._known.get(id(optimizer))
         if known is None or known.optimizer() is not optimizer or known.groups != len(optimizer.param_groups):
+            if self._strangers.get(optimizer) == len(optimizer.param_groups):
+                return False
             known = self._learn(optimizer)
-        if not known.held:
-            return False
+            if known is None:
+                return False
         if known.inner:
             if known.stepped:  # twice, and the other not once: it was made in the other's place
                 self._replace(optimizer, known)
@@ -111,18 +115,23 @@ class StepCounter:
         return whole
 
     def _ends_round(self) -> int:
-        if not self._known[self._last].counts:
+        last = self._known.get(self._last)
+        if last is None or not last.counts:
             self._last = [i for i, k in self._known.items() if k.counts][-1]
         return self._last
 
-    def _learn(self, optimizer: Optimizer) -> _Known:
-        """Look at an optimizer that is new, or has new parameter groups."""
+    def _learn(self, optimizer: Optimizer) -> _Known | None:
+        """Look at an optimizer that is new, or has new parameter groups. None: it holds nothing of ours."""
+        self._known = {i: known for i, known in self._known.items() if known.optimizer() is not None or not self._complete}
         ours = {id(p) for p in self._module.parameters() if p.requires_grad}
         held = frozenset(id(p) for group in optimizer.param_groups for p in group["params"]) & ours
         self._known.pop(id(optimizer), None)
+        if not held:
+            self._strangers[optimizer] = len(optimizer.param_groups)
+            return None
         inner = any(held < k.held for k in self._known.values() if k.counts)
         known = _Known(weakref.ref(optimizer), len(optimizer.param_groups), held, inner)
-        if held and not inner:
+        if not inner:
             self._replace(optimizer, known)
         self._known[id(optimizer)] = known
         return known

@@ -558,6 +558,39 @@ def another_model(row: Row) -> dict[str, Any]:
     return {"error": ""}
 
 
+@row()
+def one_rank_fails(row: Row) -> dict[str, Any]:
+    """Something of its own befalls one rank while the others wait in polls: first rank 1, then the one that leads."""
+    errors = []
+    for failing in (1, 0):
+        model = row.wrap(models.wide(), sync_every=1)
+        model.start()
+        if row.rank == failing:
+            model.site._push = lambda *parcel: [][0]
+        errors.append(_error_of_a_step(model))
+    return {"errors": errors}
+
+
+@row()
+def one_rank_closes(row: Row) -> dict[str, Any]:
+    errors = []
+    for closing in (1, 0):
+        model = row.wrap(models.wide(), sync_every=1)
+        model.start()
+        if row.rank == closing:
+            model.close()
+        errors.append(_error_of_a_step(model))
+    return {"errors": errors}
+
+
+def _error_of_a_step(model: FleetDDP) -> str:
+    try:
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except (FleetError, IndexError) as error:
+        return str(error)
+    return ""
+
+
 @row(until={"versions": 2})
 def end_of_the_run(row: Row) -> dict[str, Any]:
     module = models.wide()

@@ -185,6 +185,19 @@ def test_another_model_is_an_error_on_all_ranks(seen: dict[str, Seen]) -> None:
         assert "(51, 40)" in rank["error"]
 
 
+def test_what_one_rank_raises_ends_the_wait_of_the_others(seen: dict[str, Seen]) -> None:
+    local = "list index out of range"
+    told = [f"rank {failing} failed: IndexError: {local}" for failing in (1, 0)]
+    errors = [rank["errors"] for rank in seen["one_rank_fails"]]
+    assert errors == [[told[0], local], [local, told[1]], told]
+
+
+def test_a_rank_that_closes_alone_does_not_leave_the_others_waiting(seen: dict[str, Seen]) -> None:
+    told = [f"rank {closing} has left the fleet, and the others have not: all ranks call close()" for closing in (1, 0)]
+    errors = [rank["errors"] for rank in seen["one_rank_closes"]]
+    assert errors == [[told[0], ""], ["", told[1]], told]
+
+
 def test_the_end_of_the_run(seen: dict[str, Seen]) -> None:
     for rank in seen["end_of_the_run"]:
         assert rank["seen"] == [[1, False], [2, True], [2, True], [2, True]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,6 +78,38 @@ def test_an_optimizer_of_another_model_is_not_ours(watched: Watched) -> None:
     assert watched.step(SGD(stranger.parameters(), lr=0.1), ours, SGD(stranger.parameters(), lr=0.1), ours) == [0, 1, 1, 2]
 
 
+def calls_of_a_step(watched: Watched, optimizer: Optimizer) -> int:
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        watched.counter.stepped(optimizer)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_step_costs_the_same_however_many_other_optimizers_there_are(watched: Watched) -> None:
+    ours = SGD(watched.module.parameters(), lr=0.1)
+    watched.step(ours)
+    alone = calls_of_a_step(watched, ours)
+    strangers = [SGD(nn.Linear(1, 1).parameters(), lr=0.1) for _ in range(50)]
+    watched.step(*strangers)
+    assert calls_of_a_step(watched, ours) == alone
+    of_a_stranger = calls_of_a_step(watched, strangers[0])
+    former = [SGD(watched.module.parameters(), lr=0.1) for _ in range(50)]
+    watched.step(*former)
+    del former
+    gc.collect()
+    watched.step(ours := SGD(watched.module.parameters(), lr=0.1))
+    assert calls_of_a_step(watched, ours) == alone
+    assert calls_of_a_step(watched, strangers[0]) == of_a_stranger <= alone
+
+
 def test_a_parameter_that_no_optimizer_holds_delays_the_first_step_only(watched: Watched) -> None:
     first, _ = halves(watched)
     assert watched.step(first, first, first) == [0, 2, 3]
@@ -107,6 +140,15 @@ def test_an_optimizer_that_is_gone_is_not_waited_for(watched: Watched) -> None:
     del second
     gc.collect()
     assert watched.step(first, first) == [2, 3]
+
+
+def test_the_last_one_may_be_gone_when_an_inner_one_is_found(watched: Watched) -> None:
+    first, second = halves(watched)
+    assert watched.step(first, second) == [0, 1]
+    del second
+    gc.collect()
+    inner = SGD(first.param_groups[0]["params"][:1], lr=0.1)
+    assert watched.step(inner, first) == [1, 2]
 
 
 def test_an_optimizer_inside_another_does_not_count_by_itself(watched: Watched) -> None:
