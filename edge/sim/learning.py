@@ -54,3 +54,7 @@ class Learning(Protocol):
         Raises ``Refused(NOT_FINITE)`` if training diverged.
         """
         ...
+
+    def evaluate(self, version: Version, payload: bytes) -> Mapping[str, float]:
+        """Metrics of a version, by name; empty where nothing is measured."""
+        ...

@@ -74,6 +74,23 @@ def dirichlet(labels: ArrayLike, members: int, rng: np.random.Generator, *, alph
     return _by_member(owner, members)
 
 
+def drawn(labels: ArrayLike, members: int, rng: np.random.Generator, *, alpha: float, each: int) -> list[Indices]:
+    """``each`` samples a member, drawn with replacement: first the labels, by a mixture of its own from Dirichlet(alpha * p),
+    then a sample of each. The exception to the rule above: a sample may go to many members, or to none. For fleets that are
+    larger than any data at hand."""
+    names, which = np.unique(_one_dimensional(labels), return_inverse=True)
+    which = which.reshape(-1)
+    if members < 1 or each < 1 or not 0 < alpha < np.inf:
+        raise ConfigError(f"members, samples and alpha must be positive; got {members}, {each} and {alpha}")
+    by_label = [np.flatnonzero(which == label) for label in range(len(names))]
+    shares = np.array([len(rows) for rows in by_label]) / len(which)
+    parts = []
+    for mixture in _mixtures(alpha * shares, members, rng):
+        counts = rng.multinomial(each, mixture)
+        parts.append(np.sort(np.concatenate([rng.choice(rows, n) for rows, n in zip(by_label, counts, strict=True)])))
+    return parts
+
+
 def _mixtures(weights: NDArray[np.float64], members: int, rng: np.random.Generator) -> NDArray[np.float64]:
     """One Dirichlet(weights) draw a member [members, labels], by logarithms: with tiny weights all gamma draws underflow to 0.
 

@@ -13,12 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from fleetddp.common.config import FleetConfig, NodeName, Section
+from fleetddp.common.config import (
+    EdgeConfig,
+    FleetConfig,
+    MergeConfig,
+    NodeName,
+    OuterConfig,
+    Preset,
+    Section,
+    SiteConfig,
+    WindowConfig,
+)
 from fleetddp.common.errors import ConfigError
 from fleetddp.common.update import Tier
 
@@ -52,6 +62,48 @@ class Recorded(Section):
 AvailabilityConfig = Annotated[Always | Nights | Recorded, Field(discriminator="kind")]
 
 
+class Own(Section):
+    """The task gives each device its data, by the device's name."""
+
+    kind: Literal["own"] = "own"
+
+
+class Iid(Section):
+    """The population's data dealt at random; this and the next four: see dealt.py and partition.py."""
+
+    kind: Literal["iid"]
+
+
+class Dirichlet(Section):
+    """Mixtures of labels from a Dirichlet distribution: the smaller ``alpha``, the less alike they are."""
+
+    kind: Literal["dirichlet"]
+    alpha: PositiveFloat
+
+
+class Shards(Section):
+    """Few labels for each device."""
+
+    kind: Literal["shards"]
+    each: PositiveInt = 2
+
+
+class Natural(Section):
+    """What belongs together (a writer's letters) stays together."""
+
+    kind: Literal["natural"]
+
+
+class Drawn(Section):
+    """Mixtures as ``dirichlet``; each device draws ``samples`` from the data with replacement: for more devices than data."""
+
+    kind: Literal["drawn"]
+    alpha: PositiveFloat
+
+
+PartitionConfig = Annotated[Own | Iid | Dirichlet | Shards | Natural | Drawn, Field(discriminator="kind")]
+
+
 class OutagesConfig(Section):
     """At most one outage a day, of exponential length."""
 
@@ -75,10 +127,9 @@ class PopulationConfig(Section):
     profile: Literal["phones", "jetsons", "gateways", "datacenter"]
     tier: Literal[Tier.SITE, Tier.EDGE] = Tier.EDGE
     region: str | None = None
-    samples: PositiveFloat = (
-        50.0  # an edge device's local samples (train mode: its part of the data); a site's batch, all ranks together
-    )
+    samples: PositiveFloat = 50.0  # an edge device's own (train mode: as it has); of a site: its batch, all ranks together
     work: PositiveFloat = 1.0  # cost of one sample over that of the profiles' reference task
+    partition: PartitionConfig = Own()  # train mode: who has which of the task's data
     availability: AvailabilityConfig = Always()
     outages: OutagesConfig | None = None  # each device's own
     dropout: Probability = 0.0  # that a device stops in the middle of a unit of work
@@ -103,6 +154,23 @@ class ModelConfig(Section):
     buffers: Annotated[int, Field(ge=0)] = 0
 
 
+class TrainerConfig(Section):
+    """How train mode trains on this machine."""
+
+    workers: Annotated[int, Field(ge=0)] | None = None  # processes; None: one for each processor; 0: none, all in this process
+    path: Literal["auto", "single", "channels_last", "stacked"] = "single"  # auto: the fastest, which need not give the same bits
+
+
+class PolicyConfig(Section):
+    """What a policy changes in the fleet file: whole sections. Left out: as the scenario's ``fleet`` says."""
+
+    window: WindowConfig | None = None
+    merge: MergeConfig | None = None
+    outer: OuterConfig | None = None
+    edge: EdgeConfig | None = None
+    site: SiteConfig | None = None
+
+
 class Scenario(Section):
     """A whole scenario file."""
 
@@ -112,7 +180,9 @@ class Scenario(Section):
     fleet: FleetConfig = FleetConfig()
     model: ModelConfig = ModelConfig()
     root: RootConfig = RootConfig()
+    trainer: TrainerConfig = TrainerConfig()
     regions: dict[str, RegionConfig] = Field(default_factory=dict)
+    policies: dict[str, PolicyConfig] = Field(default_factory=dict)  # for ``--compare``, by a name of your own or a preset's
     populations: Annotated[dict[NodeName, PopulationConfig], Field(min_length=1)]
 
     @model_validator(mode="after")
@@ -130,6 +200,21 @@ class Scenario(Section):
         for population, section in self.populations.items():
             for number in range(section.count):
                 yield f"{population}-{number}", population, section
+
+
+def with_policy(scenario: Scenario, name: str) -> Scenario:
+    """The same fleet under another policy: one of ``policies``, or a preset as it is. ``ConfigError`` if it is neither."""
+    if name in scenario.policies:
+        policy = scenario.policies[name]
+        changes: dict[str, Any] = {key: value for key in PolicyConfig.model_fields if (value := getattr(policy, key)) is not None}
+    elif name in get_args(Preset):
+        changes = {"window": WindowConfig.model_validate({"preset": name})}
+        if name == "async" and "outer" not in scenario.fleet.model_fields_set:
+            changes["outer"] = OuterConfig(preset="fedasync")
+    else:
+        known = ", ".join([*scenario.policies, *(preset for preset in get_args(Preset) if preset not in scenario.policies)])
+        raise ConfigError(f"there is no policy {name!r}; there are {known}")
+    return scenario.model_copy(update={"fleet": scenario.fleet.model_copy(update=changes)})
 
 
 def parse(data: object, *, source: str = "scenario") -> Scenario:

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TextIO
 
 from fleetddp.common.codecs import get
-from fleetddp.common.config import FleetConfig
 from fleetddp.common.errors import ConfigError
-from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry
-from fleetddp.common.update import Kind, Tier
+from fleetddp.common.task import Task
+from fleetddp.common.update import Kind, Tier, Version
 from fleetddp.edge.sim import availability as when
 from fleetddp.edge.sim import profiles
 from fleetddp.edge.sim.calls import Network
 from fleetddp.edge.sim.draws import Draws
-from fleetddp.edge.sim.learning import Learning
 from fleetddp.edge.sim.loop import EventLoop
 from fleetddp.edge.sim.member import SimMember
+from fleetddp.edge.sim.modes import timing, train
 from fleetddp.edge.sim.network import NEVER_CUT, Cuts, Path, SharedLink
 from fleetddp.edge.sim.observer import Observer, Observers
-from fleetddp.edge.sim.root import SimRoot, Store
+from fleetddp.edge.sim.root import SimRoot
 from fleetddp.edge.sim.scenario import Nights, PopulationConfig, Recorded, RegionConfig, Scenario
 from fleetddp.edge.sim.timeline import Timeline
-from fleetddp.edge.sim.timing import FactsStore, NoLearning
 from fleetddp.edge.sim.world import Conduct, World
+
+PARTS = 200  # of a run, for its progress
 
 
 class _Region:
@@ -42,7 +42,7 @@ class _Region:
 
 
 class Simulation:
-    """One run of a scenario. ``observers`` look on; ``log`` gets the events as JSON lines.
+    """One run of a scenario. ``observers`` look on; ``log`` gets the events as JSON lines; ``task`` replaces the fleet file's.
 
     ``loop``, ``network``, ``root``, ``world`` and ``members`` (by name) may be used before ``run``, to schedule a crash
     for instance.
@@ -55,15 +55,17 @@ class Simulation:
         observers: Sequence[Observer] = (),
         log: TextIO | None = None,
         network: Callable[[EventLoop, float], Network] = Network,
+        task: Task | None = None,
     ) -> None:
         self.scenario = scenario
         self.draws = Draws(scenario.seed)
         self.loop = EventLoop()
         config = scenario.fleet
         self.network = network(self.loop, config.members.stall_s / 4)
-        self.timeline = Timeline(self.network, log)
+        self._mode = train(scenario, self.draws, task) if scenario.mode == "train" else timing(scenario)
+        self.learning, store = self._mode.learning, self._mode.store
+        self.timeline = Timeline(self.network, log, self._evaluate)
         observer = Observers(self.timeline, *observers)
-        self.learning, store = self._mode(config)
         root = scenario.root
         self.root = SimRoot(config, store, self.loop, self.network, observer, disk_s=root.disk_s, merge_s=root.merge_s)
         self.world = World(
@@ -77,12 +79,19 @@ class Simulation:
         )
         self.members: dict[str, SimMember] = {member.name: member for member in self._build()}
 
-    def run(self) -> Timeline:
-        """From time 0 to the end of the run, or to the horizon."""
+    def run(self, progress: Callable[[float], None] = lambda virtual_s: None) -> Timeline:
+        """From time 0 to the end of the run, or to the horizon; once. ``progress`` is told of the virtual time now and then."""
         self.root.start()
         for member in self.members.values():
             member.begin()
-        end = self.loop.run(until=self.scenario.horizon_s)
+        try:
+            for part in range(1, PARTS + 1):
+                end = self.loop.run(until=self.scenario.horizon_s * part / PARTS)
+                progress(end)
+                if not self.loop:  # the run is over and everybody has left
+                    break
+        finally:
+            self._mode.close()
         for member in self.members.values():
             member.settle_usage()
         usages = ((m.tier, m.usage.seconds, m.usage.push_s) for m in self.members.values())
@@ -91,20 +100,18 @@ class Simulation:
 
     # ---- building -------------------------------------------------------------------------------------------------------------
 
-    def _mode(self, config: FleetConfig) -> tuple[Learning, Store]:
-        model = self.scenario.model
-        layout = Layout.of([("weights", (model.parameters,))], [("statistics", (model.buffers,))] if model.buffers else [])
-        store = FactsStore(config)
-        if not any(section.tier is Tier.SITE for section in self.scenario.populations.values()):
-            store.found(layout, self.loop.now())  # else the first site brings the first weights
-        return NoLearning(layout), store
+    def _evaluate(self, version: Version) -> Mapping[str, float]:
+        driver = self.root.driver
+        assert driver is not None
+        with driver.journal.read_version(version.number) as reader:
+            return self.learning.evaluate(version, reader.read(0, reader.size))
 
     def _build(self) -> Iterator[SimMember]:
         root = self.scenario.root
         regions = {name: _Region(name, section, self.draws) for name, section in self.scenario.regions.items()}
         down, up = SharedLink(root.down_bytes_per_s), SharedLink(root.up_bytes_per_s)
         populations = {name: getattr(profiles, section.profile)() for name, section in self.scenario.populations.items()}
-        conducts = {name: self._conduct(section) for name, section in self.scenario.populations.items()}
+        conducts: dict[tuple[str, float | None], Conduct] = {}
         available = {name: _Available(section, self.draws) for name, section in self.scenario.populations.items()}
         for name, population, section in self.scenario.devices:
             region = regions[section.region] if section.region is not None else None
@@ -121,19 +128,22 @@ class Simulation:
             )
             availability = available[population].of(name, region.outages if region else [])
             stream = self.draws.stream("member", name)
-            yield SimMember(name, self.world, conducts[population], profile, path, availability, stream)
+            held = self._mode.samples(name)
+            if (population, held) not in conducts:
+                conducts[population, held] = self._conduct(section, held)
+            yield SimMember(name, self.world, conducts[population, held], profile, path, availability, stream)
 
-    def _conduct(self, section: PopulationConfig) -> Conduct:
-        """How the members of a population work: by the fleet file's ``edge`` or ``site`` section."""
+    def _conduct(self, section: PopulationConfig, held: float | None) -> Conduct:
+        """How members of a population work that hold so many samples: by the fleet file's ``edge`` or ``site`` section."""
         edge, site = self.world.config.edge, self.world.config.site
         if section.tier is Tier.SITE:
-            steps, samples, codec, wait_s = site.sync_every, section.samples * site.sync_every, site.codec, site.wait_s
-            max_owed = math.inf
+            codec, wait_s, max_owed = site.codec, site.wait_s, math.inf
+            steps, samples = site.sync_every, _samples(site.sync_every, section.samples, held)
         else:
-            epoch = math.ceil(section.samples / edge.batch_size)
-            steps = edge.epochs * epoch if edge.steps is None else edge.steps
-            samples = edge.epochs * section.samples if edge.steps is None else min(edge.batch_size, section.samples) * edge.steps
             codec, wait_s, max_owed = edge.codec, None, edge.max_outbox
+            epoch = section.samples if held is None else held
+            steps = edge.epochs * math.ceil(epoch / edge.batch_size) if edge.steps is None else edge.steps
+            samples = _samples(steps, edge.batch_size, epoch)
         gradient = section.tier is Tier.EDGE and edge.update == "gradient"
         return Conduct(
             tier=section.tier,
@@ -149,6 +159,14 @@ class Simulation:
             partial=section.partial,
             clock_skew_s=section.clock_skew_s,
         )
+
+
+def _samples(steps: int, batch: float, epoch: float | None) -> float:
+    """In so many steps over data of ``epoch`` samples, the last batch of which may be short; None: without end."""
+    if epoch is None:
+        return steps * batch
+    epochs, rest = divmod(steps, math.ceil(epoch / batch))
+    return epochs * epoch + rest * batch
 
 
 class _Available:

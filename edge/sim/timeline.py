@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
 from fleetddp.common.errors import Reason
 from fleetddp.common.events import Effect, Ended, Event, Merge, Persist, Published, Say
-from fleetddp.common.update import Tier, Update, UpdateId
+from fleetddp.common.update import Tier, Update, UpdateId, Version
 from fleetddp.edge.sim.calls import Network
 from fleetddp.edge.sim.observer import Observer
 
@@ -60,6 +60,11 @@ class TierUsage:
         return self.wait_s + self.pull_s + self.train_s
 
     @property
+    def idle(self) -> float:
+        """The share in which they waited."""
+        return self.wait_s / self.available_s if self.available_s else 0.0
+
+    @property
     def utilisation(self) -> float:
         """The share of the time they were up in which they trained."""
         return self.train_s / self.available_s if self.available_s else 0.0
@@ -87,15 +92,21 @@ class Totals:
 
 
 class Timeline(Observer):
-    """An observer that writes it all down; ``log`` gets one JSON object a line."""
+    """An observer that writes it all down; ``log`` gets one JSON object a line. ``evaluate`` measures a version."""
 
-    def __init__(self, network: Network, log: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        network: Network,
+        log: TextIO | None = None,
+        evaluate: Callable[[Version], Mapping[str, float]] = lambda version: {},
+    ) -> None:
         self.rows: list[Row] = []
         self.usage: dict[Tier, TierUsage] = {}
         self.staleness: dict[Tier, Counter[int]] = {}  # of merged updates
         self.totals = Totals()
-        self.finished = ""
-        self._network, self._log = network, log
+        self.finished = ""  # why the run is over
+        self.finished_at: float | None = None
+        self._network, self._log, self._evaluate = network, log, evaluate
         self._arrived: dict[UpdateId, Update] = {}  # whole, and not in a version yet
         self._deciding: Row | None = None
         self._since = _Since()
@@ -169,6 +180,7 @@ class Timeline(Observer):
             self._opened_at = now
             return
         row.published_at = now
+        row.accuracy = self._evaluate(event.version).get("accuracy")
         self.rows.append(row)
         self._write(now, "version", **asdict(row))
 
@@ -185,7 +197,7 @@ class Timeline(Observer):
             self._write(now, effect.what, node=effect.node, message=effect.message)
 
     def _ended(self, effect: Ended, now: float) -> None:
-        self.finished = effect.reason
+        self.finished, self.finished_at = effect.reason, now
 
     # ---- what is kept ---------------------------------------------------------------------------------------------------------
 
@@ -210,7 +222,7 @@ class Timeline(Observer):
     @property
     def virtual_s(self) -> float:
         """How long the run took in virtual time."""
-        return self.totals.virtual_s
+        return self.totals.virtual_s if self.finished_at is None else self.finished_at
 
     @property
     def version(self) -> int:

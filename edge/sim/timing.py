@@ -6,6 +6,7 @@ that believes every slice to be whole, a publisher that makes versions without w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
 
@@ -229,3 +230,7 @@ class NoLearning:
         if size is None:
             size = self._sizes[key] = Geometry(self.layout, codecs.get(codec), buffers=key[1]).payload_bytes
         return Parcel(size, NO_BYTES, 0, {}, None)
+
+    def evaluate(self, version: Version, payload: bytes) -> Mapping[str, float]:
+        """See ``Learning``."""
+        return {}
