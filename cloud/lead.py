@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from fleetddp.cloud.courier import Courier
-from fleetddp.cloud.rendezvous import Order, Rendezvous, polls
+from fleetddp.cloud.rendezvous import SIGN_S, Order, Rendezvous, polls
 from fleetddp.common.errors import FleetError, LayoutMismatch, Reason, Refused, Unreachable
 from fleetddp.common.events import Joined
 from fleetddp.common.layout import Layout
@@ -20,20 +20,29 @@ from fleetddp.common.transport.session import Session
 from fleetddp.common.update import NO_VERSION, Tier
 
 FAREWELL_S = 60.0  # at most, for the last version, once the run is over: the coordinator may be gone
+LOST_S = 1800.0  # a rank without a sign of life for so long is lost: no launcher has noticed that its machine is gone
 REMIND_S = 30.0  # between two lines of the log while nothing happens
 
 _log = logging.getLogger(__name__)
 
 
 class Lead:
-    """The orders of one site. ``pushers`` ranks have a slice to push, ``carriers`` ranks can reach the parent."""
+    """The orders of one site of ``ranks``. ``pushers`` of them have a slice to push, ``carriers`` can reach the parent."""
 
     def __init__(
-        self, parent: Parent, session: Session, rendezvous: Rendezvous, courier: Courier, *, pushers: int, carriers: int
+        self,
+        parent: Parent,
+        session: Session,
+        rendezvous: Rendezvous,
+        courier: Courier,
+        *,
+        ranks: int,
+        pushers: int,
+        carriers: int,
     ) -> None:
         self.session = session
         self._parent, self._rendezvous, self._courier = parent, rendezvous, courier
-        self._pushers, self._carriers = pushers, carriers
+        self._ranks, self._pushers, self._carriers = ranks, pushers, carriers
         self._run = ""
         self._base = NO_VERSION
         self._sequence = 0  # of the last update
@@ -90,9 +99,13 @@ class Lead:
 
     def _steer(self, wait_s: float | None, *, may_push: bool) -> Iterator[Order]:
         """Orders until a version was adopted, the time is up, or the run is over."""
-        remind_at = REMIND_S
+        remind_at, roll_at = REMIND_S, 0.0
+        signs: dict[int, tuple[int, float]] = {}
         for waited_s in polls():
             self._raise_failure()
+            if waited_s >= roll_at:
+                self._call_the_roll(signs, waited_s)
+                roll_at = waited_s + SIGN_S
             self._look_for_answers()
             if may_push and not (self._in_flight or self._refresh or self.session.finished):
                 may_push = False
@@ -174,6 +187,16 @@ class Lead:
         if failure is not None:
             reason, message = failure
             raise Refused(Reason(reason), message) if reason else FleetError(message)
+
+    def _call_the_roll(self, signs: dict[int, tuple[int, float]], waited_s: float) -> None:
+        """Raise if a rank is lost. ``signs``: how many each has given, and when that changed last."""
+        for rank in range(1, self._ranks):
+            count, since = signs.get(rank, (-1, 0.0))
+            seen = self._rendezvous.signs(rank)
+            if seen != count:
+                signs[rank] = seen, waited_s
+            elif waited_s - since > LOST_S:
+                raise FleetError(f"rank {rank} of the site has given no sign of life for {LOST_S:g} s; its machine may be gone")
 
     # ---- entering -------------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from fleetddp.common.errors import ConfigError
 from fleetddp.common.update import NO_VERSION
 
+SIGN_S = 5.0  # between two signs of life of a rank that waits for an order
+
 Do = Literal["init", "push", "pull", "adopt", "go", "fail"]
 
 
@@ -77,12 +79,15 @@ class Rendezvous:
         """Write the order at ``place``: 0, 1, ..."""
         self._store.set(f"order/{place}", json.dumps(asdict(order)))
 
-    def await_order(self, place: int) -> Order:
-        """The order at ``place``, as soon as it is there."""
-        key = f"order/{place}"
-        for _ in polls():
+    def await_order(self, place: int, rank: int) -> Order:
+        """The order at ``place``, as soon as it is there. Until then ``rank`` gives signs of life."""
+        key, sign_at = f"order/{place}", SIGN_S
+        for waited_s in polls():
             if self._store.check([key]):
                 break
+            if waited_s >= sign_at:
+                self.report(f"alive/{rank}")
+                sign_at = waited_s + SIGN_S
         fields: dict[str, Any] = json.loads(self._store.get(key))
         return Order(**fields)
 
@@ -98,6 +103,10 @@ class Rendezvous:
     def tally(self, tally: str) -> int:
         """How many ranks have reported so far."""
         return self._store.add(tally, 0)
+
+    def signs(self, rank: int) -> int:
+        """How many signs of life this rank has given."""
+        return self.tally(f"alive/{rank}")
 
     def drop(self, *tallies: str) -> None:
         """Delete tallies that nobody reads any more."""

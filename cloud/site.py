@@ -206,7 +206,8 @@ class Site:
         )
         self._session = Session(parent, join)
         self._session.start()
-        return Lead(parent, self._session, self._rendezvous, courier, pushers=len(self._pushers), carriers=carriers)
+        ranks, pushers = self._group.size(), len(self._pushers)
+        return Lead(parent, self._session, self._rendezvous, courier, ranks=ranks, pushers=pushers, carriers=carriers)
 
     def _restore_residual(self) -> Mapping[str, Any] | None:
         """Before the first orders, which may find it too old. Returns this rank's own part of a checkpoint, if it is of use."""
@@ -252,7 +253,7 @@ class Site:
                 order = next(given)
                 self._rendezvous.give(place, order)
             else:
-                order = self._rendezvous.await_order(place)
+                order = self._rendezvous.await_order(place, self._group.rank())
             self._place += 1
             self._carry_out(order)
             do = order.do

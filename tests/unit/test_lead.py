@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
+from fleetddp.cloud import lead, rendezvous
 from fleetddp.cloud.lead import Lead
 from fleetddp.cloud.rendezvous import Order, Rendezvous
 from fleetddp.common.errors import LayoutMismatch, Reason, Refused
@@ -60,7 +62,7 @@ class Site:
     def __init__(self) -> None:
         self.news, self.rendezvous = News(), Rendezvous(cast(Any, dist.HashStore()))
         known = cast(Any, Known())
-        self.lead = Lead(known, cast(Any, self.news), self.rendezvous, known, pushers=2, carriers=3)
+        self.lead = Lead(known, cast(Any, self.news), self.rendezvous, known, ranks=3, pushers=2, carriers=3)
 
     def opening(self, *, base: int = NO_VERSION, run: str = "", codec: str = "int8", tier: Tier = Tier.SITE) -> Iterator[Order]:
         return self.lead.opening(LAYOUT, codec, tier, base, run)
@@ -264,3 +266,19 @@ def test_the_end_of_the_session_or_a_failure_of_any_rank_ends_a_boundary() -> No
     other = Site().opened()
     other.news.failure = LayoutMismatch("gone wrong")
     assert list(other.lead.orders(None)) == [Order(do="fail", message="gone wrong")]
+
+
+def test_a_rank_whose_machine_is_gone_is_not_waited_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lead, "LOST_S", 0.5)
+    for module in (lead, rendezvous):
+        monkeypatch.setattr(module, "SIGN_S", 0.01)
+    site = Site().opened()
+    waiting = threading.Thread(target=site.rendezvous.clone().await_order, args=(99, 1))  # rank 1 is there, rank 2 is not
+    waiting.start()
+    orders = site.lead.orders(None)
+    assert next(orders) == Order(do="push", number=2)
+    assert list(orders) == [
+        Order(do="fail", message="rank 2 of the site has given no sign of life for 0.5 s; its machine may be gone")
+    ]
+    site.rendezvous.give(99, GO)
+    waiting.join()

@@ -31,13 +31,13 @@ def test_orders_are_read_as_they_were_given(store: Any) -> None:
     rank0, other = Rendezvous(store), Rendezvous(store).clone()
     order = Order(do="adopt", version=3, codec="int8", dropped=True)
     got: list[Order] = []
-    reader = threading.Thread(target=lambda: got.append(other.await_order(0)))
+    reader = threading.Thread(target=lambda: got.append(other.await_order(0, 1)))
     reader.start()
     rank0.give(0, order)
     reader.join(10)
     assert got == [order]
     rank0.give(1, Order(do="go", finished="enough"))
-    assert other.await_order(1).finished == "enough"
+    assert other.await_order(1, 1).finished == "enough"
 
 
 def test_forgotten_orders_are_no_longer_in_the_store(store: Any) -> None:
