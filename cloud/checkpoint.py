@@ -94,6 +94,7 @@ class Checkpoint:
             _write(folder / self._shard(found, self._rank), {"site": own, "random": _random_states(self._device)})
             if self._rank == 0:
                 _write(folder / _common(found), common)
+            _keep_names(folder)
         except OSError as error:
             agreement.fail("", f"rank {self._rank} cannot write the checkpoint {folder}: {error}")
         agreement.report("written")
@@ -219,6 +220,11 @@ def _write_manifest(folder: Path, found: _Found) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(folder / "manifest.json")
+    _keep_names(folder)
+
+
+def _keep_names(folder: Path) -> None:
+    """Make the names in ``folder``, and its own, durable."""
     for directory in (folder, folder.parent):
         handle = os.open(directory, os.O_RDONLY)
         try:

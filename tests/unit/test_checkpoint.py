@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from helpers.one_rank import OneRank, process_group, step, vector
 from torch import nn
 
 from fleetddp.cloud import Checkpoint, FleetDDP
+from fleetddp.cloud.rendezvous import Rendezvous
 from fleetddp.common.errors import ConfigError, Reason, Refused, StorageError
 
 
@@ -167,6 +169,33 @@ def test_only_a_complete_checkpoint_counts(fleet: Callable[[str], OneRank], tmp_
     second = Training(one, tmp_path / "kept", seed=99)
     assert second.checkpoint.load()
     assert second.model.boundaries == 1
+
+
+def test_a_shard_is_durable_before_its_rank_says_so(
+    fleet: Callable[[str], OneRank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk of its own nobody else does it for the rank: without the folder's fsync a power cut forgets the file's name."""
+    training = Training(fleet("kept"), tmp_path / "kept")
+    training.steps(3)
+    said: list[str] = []
+    fsync, report = os.fsync, Rendezvous.report
+
+    def note_fsync(handle: int) -> None:
+        said.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    def note_report(rendezvous: Rendezvous, tally: str) -> None:
+        said.append(tally)
+        report(rendezvous, tally)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Rendezvous, "report", note_report)
+    training.checkpoint.save()
+    before = said[: said.index("written")]
+    assert {"kept", "000000000001"} < set(before)
+    assert max(before.index("kept"), before.index("000000000001")) > max(
+        i for i, name in enumerate(before) if name.endswith(".pt")
+    )
 
 
 def test_nothing_to_load(fleet: Callable[[str], OneRank], tmp_path: Path) -> None:
