@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -111,10 +110,12 @@ def run(out: Path, *, seed: int) -> int:
             demo.screen.say(f"the demo failed: {error}")
             return 1
         finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)  # a second one must not leave processes behind
             demo.children.stop()
             demo.observer.close()
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, _interrupt)
         _conclude(demo, out, seed)
         return 0
     finally:
@@ -161,17 +162,12 @@ def _conclude(demo: Demo, out: Path, seed: int) -> None:
         alone=[metrics["accuracy"] for metrics in alone],
         by_class=by_class,
         holdings=demo.task.holdings,
-        members=[_row(member) for member in status["members"]],
-        facts={name: str(value) for name, value in summary.items() if not isinstance(value, dict)},
+        members=status["members"],
+        facts=summary,
     )
     (out / "index.html").write_text(html, encoding="utf-8")
     demo.screen.compare(by_class, best.accuracy, alone[-1]["accuracy"])
     demo.screen.say(f"{demo.seconds:.0f} s; {out / 'index.html'}, {out / 'summary.json'}")
-
-
-def _row(member: Mapping[str, Any]) -> dict[str, str]:
-    columns = ("node", "tier", "updates", "refused", "staleness", "bytes")
-    return {name: str(member[name]) for name in columns}
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -90,8 +90,10 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
         alone=[0.1, 0.6],
         by_class={"fleet": [0.9] * 10, "site alone": [0.6] * 10},
         holdings={"site": [5] * 7 + [0] * 3, "edge-<1>": [1] * 10},
-        members=[{"node": "site", "updates": "3"}],
-        facts={"seed": "0"},
+        members=[
+            {"node": "site", "tier": "site", "updates": 3, "refused": 0, "staleness": 1, "bytes": 3 * 2**19, "live": True},
+        ],
+        facts={"fleet_accuracy": 0.9694444, "seconds": 61.04, "versions": 2, "seed": 0, "by_class": {}},
     )
     opened: list[str] = []
 
@@ -109,6 +111,11 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
     assert "90.0%" in html  # the best version, not the last
     assert "60.0%" in html
     assert "edge-&lt;1&gt;" in html
+    for cells in (("best accuracy of the fleet", "0.969"), ("seconds", "61.040"), ("versions published", "2")):
+        assert "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" in html
+    head = ("member", "tier", "updates accepted", "updates refused", "versions behind", "MiB sent")
+    assert "".join(f"<th>{name}</th>" for name in head) in html
+    assert "".join(f"<td>{cell}</td>" for cell in ("site", "site", "3", "0", "1", "1.500")) in html
 
 
 def test_a_curve_is_drawn_where_its_values_are() -> None:
