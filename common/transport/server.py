@@ -19,15 +19,16 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+import torch
 
 from fleetddp.common import security
 from fleetddp.common.config import FleetConfig
 from fleetddp.common.driver import Driver, Lane, answered
 from fleetddp.common.errors import REASONS, ConfigError, Reason, Refused, StorageError
-from fleetddp.common.events import Event, Heard, Joined, Left, Offer, Proceed, Say, SliceRejected, SliceStaged
+from fleetddp.common.events import Heard, Joined, Left, Offer, Proceed, Say, SliceRejected, SliceStaged
 from fleetddp.common.journal import VersionReader
 from fleetddp.common.staging import Stream
-from fleetddp.common.transport import chunks, limits, wire
+from fleetddp.common.transport import chunks, limits, offers, wire
 from fleetddp.common.update import NO_VERSION, Interval, Receipt, State
 from fleetddp.protos import fleet_pb2 as pb
 
@@ -37,11 +38,12 @@ Call = Callable[[Any, Any], Awaitable[Any]]  # (request, or its stream; the call
 BYTE_THREADS = 4  # that read versions, and store arriving bytes while the disk is slow
 SLOW_S = 0.05  # a chunk that takes longer to store finds a slow disk
 CAREFUL_S = 10.0  # for so long after that, its stream's chunks are stored off the loop
-WINDOW_BYTES = 2 * 2**20  # of one stream, received and not yet read: what bounds the memory that N streams can take
+WINDOW_BYTES = 3 * 2**19  # of one stream, received and not yet read: what bounds the memory that N streams can take
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", limits.MESSAGE_BYTES),
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+    ("grpc.http2.max_frame_size", 2**20),  # a chunk in one frame, not in 32
     ("grpc.http2.bdp_probe", 0),  # it would widen the window of each stream to many megabytes
     ("grpc.so_reuseport", 0),  # a second coordinator on this port must fail, not share its members
     # Members behind NAT ping to keep their way open; a server's default would end their connection for it.
@@ -55,11 +57,17 @@ _log = logging.getLogger(__name__)
 
 
 class LoopHost:
-    """Runs a driver on the event loop it is made in: one thread a lane, timers of the loop."""
+    """Runs a driver on the event loop it is made in: one thread a lane, timers of the loop.
+
+    A lane computes in its own thread only: merging waits for memory, and torch's threads, spinning, would take the cores from
+    those who receive.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._lanes = {lane: ThreadPoolExecutor(1, thread_name_prefix=f"fleet-{lane.value}") for lane in Lane}
+        self._lanes = {
+            lane: ThreadPoolExecutor(1, f"fleet-{lane.value}", initializer=torch.set_num_threads, initargs=(1,)) for lane in Lane
+        }
 
     def submit(self, lane: Lane, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
         """See ``Host``."""
@@ -173,24 +181,16 @@ class Server:
             raise
         return asked
 
-    def _ask(self, event: Event, expected: type[T]) -> T:
-        answer = self._driver.handle(event)
-        if isinstance(answer, Refused):
-            raise answer
-        if not isinstance(answer, expected):
-            raise TypeError(f"{type(event).__name__} was answered with {answer!r}")
-        return answer
-
     # ---- control calls ----------------------------------------------------------------------------------------------------
 
     async def _join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
-        return wire.pack_joined(self._ask(self._admit(wire.unpack_join, request, context), Joined))
+        return wire.pack_joined(self._driver.ask(self._admit(wire.unpack_join, request, context), Joined))
 
     async def _heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatReply:
-        return wire.pack_heard(self._ask(self._admit(wire.unpack_heartbeat, request, context), Heard))
+        return wire.pack_heard(self._driver.ask(self._admit(wire.unpack_heartbeat, request, context), Heard))
 
     async def _leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveReply:
-        self._ask(self._admit(wire.unpack_leave, request, context), Left)
+        self._driver.ask(self._admit(wire.unpack_leave, request, context), Left)
         return pb.LeaveReply()
 
     async def _status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
@@ -357,7 +357,7 @@ def _resolve(future: asyncio.Future[T], outcome: T | Exception) -> None:
 def _unpack_first(request: Any) -> Offer:
     if not isinstance(request, pb.PushRequest) or not request.HasField("header"):
         raise Refused(Reason.MALFORMED, "a push begins with a header")
-    return wire.unpack_offer(request.header)
+    return offers.unpack(request.header)
 
 
 def _unpack_next(request: Any) -> chunks.ChunkBytes:
