@@ -160,6 +160,15 @@ class Driver:
         self._drain()
         return answer
 
+    def ask(self, event: Event, expected: type[T]) -> T:
+        """``handle`` an event that gets one kind of answer; raises the ``Refused`` that it gets instead."""
+        answer = self.handle(event)
+        if isinstance(answer, Refused):
+            raise answer
+        if not isinstance(answer, expected):
+            raise TypeError(f"{type(event).__name__} was answered with {answer!r}")
+        return answer
+
     def wait(self, update_id: UpdateId, call: Callable[[Receipt], None]) -> Callable[[], None]:
         """Call ``call`` once when the update is accepted, settled or refused; returns what stops waiting."""
         waiters = self._waiters.setdefault(update_id, [])

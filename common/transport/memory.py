@@ -245,12 +245,7 @@ class MemoryParent(Parent):
 
     def _ask(self, event: Event, expected: type[T]) -> T:
         with self._turn():
-            answer = self._driver.handle(event)
-        if isinstance(answer, Refused):
-            raise answer
-        if not isinstance(answer, expected):
-            raise TypeError(f"{type(event).__name__} was answered with {answer!r}")
-        return answer
+            return self._driver.ask(event, expected)
 
     def _push(self, offer: Offer, payload: memoryview) -> Receipt:
         settled: list[Receipt] = []

@@ -24,7 +24,7 @@ from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, Ne
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry
 from fleetddp.common.security import channel_credentials, check_plaintext
-from fleetddp.common.transport import MEMBER_REASONS, Sink, chunks, limits, wire
+from fleetddp.common.transport import MEMBER_REASONS, Sink, chunks, limits, offers, wire
 from fleetddp.common.transport.backoff import Backoff
 from fleetddp.common.transport.transfers import PullTransfer, PushTransfer, StallWatch, Transfer
 from fleetddp.common.update import Kind, Receipt, Slice, State, UpdateHeader, Version
@@ -153,7 +153,7 @@ class Uplink:
 
         ``payload`` holds the encoded bytes of the slice's intervals, one after another.
         """
-        transfer = PushTransfer(wire.pack_offer(Offer(header=header, slice=slice, run=self._run)), payload)
+        transfer = PushTransfer(offers.pack(Offer(header=header, slice=slice, run=self._run)), payload)
         try:
             return self._persist(transfer, lambda: self._push_once(transfer, header, slice))
         except Refused as refused:

@@ -1,7 +1,8 @@
 """Events, replies and value types to and from protobuf messages. ``unpack_*`` holds each field to WIRE.md.
 
 ``pack_*`` trusts its caller, except that it leaves out metrics that are not finite (a diverged member still has to be heard) and
-cuts messages for people. Refusals travel as a gRPC status, the message as details and the reason under ``REASON_KEY``.
+cuts messages for people. Offers of updates are in ``offers``. Refusals travel as a gRPC status, the message as details and the
+reason under ``REASON_KEY``.
 """
 
 from __future__ import annotations
@@ -11,15 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fleetddp.common.errors import Reason, Refused
-from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, Leave, News, Offer
+from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, Leave, News
 from fleetddp.common.transport import limits
-from fleetddp.common.update import Group, Interval, Kind, Receipt, Slice, State, Tier, UpdateHeader, UpdateId, Version
+from fleetddp.common.update import Interval, Receipt, State, Tier, UpdateId, Version
 from fleetddp.protos import fleet_pb2 as pb
 
 REASON_KEY = "fleet-reason"  # trailing metadata: a Reason's value
 
-_TIERS = {Tier.SITE: pb.SITE, Tier.EDGE: pb.EDGE, Tier.REGION: pb.REGION}
-_KINDS = {Kind.INIT: pb.INIT, Kind.DELTA: pb.DELTA, Kind.GRADIENT: pb.GRADIENT, Kind.LOGITS: pb.LOGITS, Kind.PARTIAL: pb.PARTIAL}
+TIERS = {Tier.SITE: pb.SITE, Tier.EDGE: pb.EDGE, Tier.REGION: pb.REGION}
 _STATES = {
     State.STAGED: pb.STAGED,
     State.ACCEPTED: pb.ACCEPTED,
@@ -28,8 +28,7 @@ _STATES = {
     State.REFUSED: pb.REFUSED,
     State.UNKNOWN: pb.UNKNOWN,
 }
-_TIER_OF: dict[int, Tier] = {number: tier for tier, number in _TIERS.items()}
-_KIND_OF = {number: kind for kind, number in _KINDS.items()}
+_TIER_OF: dict[int, Tier] = {number: tier for tier, number in TIERS.items()}
 _STATE_OF = {number: state for state, number in _STATES.items()}
 
 
@@ -55,16 +54,18 @@ def _unpack_ids(messages: Sequence[pb.UpdateId], field: str, high: int = limits.
     return tuple(unpack_id(m) for m in messages)
 
 
-def _pack_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+def pack_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Those that are finite."""
     return {key: float(value) for key, value in metrics.items() if math.isfinite(value)}
 
 
-def _pack_ranges(ranges: Iterable[Interval]) -> list[pb.Range]:
+def pack_ranges(ranges: Iterable[Interval]) -> list[pb.Range]:
+    """Intervals of elements or bytes."""
     return [pb.Range(start=start, stop=stop) for start, stop in ranges]
 
 
-def _unpack_ranges(messages: Sequence[pb.Range], field: str) -> tuple[Interval, ...]:
-    """Ascending, not empty, not overlapping."""
+def unpack_ranges(messages: Sequence[pb.Range], field: str) -> tuple[Interval, ...]:
+    """Intervals, checked: ascending, not empty, not overlapping."""
     limits.count(len(messages), field, limits.MAX_RANGES)
     ranges = tuple((m.start, m.stop) for m in messages)
     end = 0
@@ -75,7 +76,8 @@ def _unpack_ranges(messages: Sequence[pb.Range], field: str) -> tuple[Interval, 
     return ranges
 
 
-def _unpack_tier(number: int) -> Tier:
+def unpack_tier(number: int) -> Tier:
+    """A tier, checked."""
     if number not in _TIER_OF:
         raise limits.malformed("tier", number, "SITE, EDGE or REGION")
     return _TIER_OF[number]
@@ -121,7 +123,7 @@ def pack_join(event: Join) -> pb.JoinRequest:
     """A member enters."""
     return pb.JoinRequest(
         node=event.node,
-        tier=_TIERS[event.tier],
+        tier=TIERS[event.tier],
         incarnation=event.incarnation,
         run=event.run,
         layout=event.layout,
@@ -134,7 +136,7 @@ def unpack_join(message: pb.JoinRequest) -> Join:
     """A member enters, checked."""
     return Join(
         node=limits.node(message.node),
-        tier=_unpack_tier(message.tier),
+        tier=unpack_tier(message.tier),
         incarnation=limits.integer(message.incarnation, "incarnation"),
         run=limits.run(message.run),
         layout=limits.fingerprint(message.layout),
@@ -185,7 +187,7 @@ def pack_heartbeat(event: Heartbeat) -> pb.HeartbeatRequest:
         incarnation=event.incarnation,
         base_version=event.base_version,
         open=[pack_id(i) for i in event.open],
-        metrics=_pack_metrics(event.metrics),
+        metrics=pack_metrics(event.metrics),
         metrics_version=event.metrics_version,
         leaves=event.leaves,
     )
@@ -247,14 +249,12 @@ class PullAsk(NamedTuple):
 
 def pack_pull(node: str, version: int, ranges: Sequence[ByteRange]) -> pb.PullRequest:
     """Byte ranges of a version (none: all of it)."""
-    return pb.PullRequest(node=node, version=version, ranges=_pack_ranges(ranges))
+    return pb.PullRequest(node=node, version=version, ranges=pack_ranges(ranges))
 
 
 def unpack_pull(message: pb.PullRequest) -> PullAsk:
     """Byte ranges of a version, checked against everything but its size."""
-    return PullAsk(
-        limits.node(message.node), limits.version(message.version, "version"), _unpack_ranges(message.ranges, "ranges")
-    )
+    return PullAsk(limits.node(message.node), limits.version(message.version, "version"), unpack_ranges(message.ranges, "ranges"))
 
 
 def pack_version(version: Version) -> pb.VersionInfo:
@@ -267,7 +267,7 @@ def pack_version(version: Version) -> pb.VersionInfo:
         digest=version.digest,
         published_at=version.published_at,
         updates=version.updates,
-        metrics=_pack_metrics(version.metrics),
+        metrics=pack_metrics(version.metrics),
     )
 
 
@@ -283,97 +283,6 @@ def unpack_version(message: pb.VersionInfo) -> Version:
         updates=message.updates,
         metrics=limits.metrics(message.metrics),
     )
-
-
-# ---- updates --------------------------------------------------------------------------------------------------------------
-
-
-def pack_offer(offer: Offer) -> pb.PushHeader:
-    """The first request of a push."""
-    header, part = offer.header, offer.slice
-    return pb.PushHeader(
-        run=offer.run,
-        update_id=pack_id(header.update_id),
-        kind=_KINDS[header.kind],
-        tier=_TIERS[header.tier],
-        base_version=header.base_version,
-        codec=header.codec,
-        layout=header.layout,
-        steps=header.steps,
-        seconds=header.seconds,
-        metrics=_pack_metrics(header.metrics),
-        groups=[_pack_group(g) for g in header.groups],
-        layout_spec=header.layout_spec,
-        intervals=_pack_ranges(part.intervals),
-        samples=part.samples,
-        digest=part.digest,
-    )
-
-
-def unpack_offer(message: pb.PushHeader) -> Offer:
-    """The first request of a push, checked. Samples are the aggregator's to judge (``BAD_WEIGHT``)."""
-    if message.kind not in _KIND_OF:
-        raise limits.malformed("kind", message.kind, "INIT, DELTA, GRADIENT, LOGITS or PARTIAL")
-    kind = _KIND_OF[message.kind]
-    if not message.intervals:
-        raise limits.malformed("intervals", [], "at least one interval")
-    header = UpdateHeader(
-        update_id=unpack_id(message.update_id),
-        kind=kind,
-        tier=_unpack_tier(message.tier),
-        base_version=message.base_version,
-        codec=limits.word(message.codec, "codec"),
-        layout=limits.fingerprint(message.layout),
-        steps=limits.integer(message.steps, "steps", 0, limits.MAX_STEPS),
-        seconds=limits.amount(message.seconds, "seconds"),
-        metrics=limits.metrics(message.metrics),
-        groups=_unpack_groups(message.groups, kind),
-        layout_spec=_unpack_layout_spec(message.layout_spec, kind),
-    )
-    part = Slice(intervals=_unpack_ranges(message.intervals, "intervals"), samples=message.samples, digest=message.digest)
-    return Offer(header=header, slice=part, run=limits.run(message.run))
-
-
-def _pack_group(group: Group) -> pb.Group:
-    return pb.Group(
-        tier=_TIERS[group.tier],
-        base_version=group.base_version,
-        samples=group.samples,
-        buffer_samples=group.buffer_samples,
-        ids=[pack_id(i) for i in group.ids],
-    )
-
-
-def _unpack_leaf_tier(number: int) -> Tier:
-    tier = _unpack_tier(number)
-    if tier is Tier.REGION:
-        raise limits.malformed("group.tier", "REGION", "SITE or EDGE: groups name the leaf tiers")
-    return tier
-
-
-def _unpack_groups(messages: Sequence[pb.Group], kind: Kind) -> tuple[Group, ...]:
-    if bool(messages) != (kind is Kind.PARTIAL):
-        raise limits.malformed("groups", f"a list of {len(messages)} for kind {kind.value}", "some of a partial, none otherwise")
-    limits.count(len(messages), "groups", limits.MAX_GROUPS)
-    limits.count(sum(len(m.ids) for m in messages), "the groups' ids", limits.MAX_GROUP_IDS)
-    return tuple(
-        Group(
-            tier=_unpack_leaf_tier(m.tier),
-            base_version=limits.version(m.base_version, "group.base_version"),
-            samples=limits.amount(m.samples, "group.samples"),
-            buffer_samples=limits.amount(m.buffer_samples, "group.buffer_samples"),
-            ids=tuple(unpack_id(i) for i in m.ids),
-        )
-        for m in messages
-    )
-
-
-def _unpack_layout_spec(data: bytes, kind: Kind) -> bytes:
-    if bool(data) != (kind is Kind.INIT):
-        raise limits.malformed("layout_spec", f"{len(data)} bytes for kind {kind.value}", "some of an init, none otherwise")
-    if data:
-        limits.size(len(data), "layout_spec", limits.LAYOUT_BYTES)
-    return data
 
 
 # ---- news -----------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import fleetddp.protos
 from fleetddp.common import codecs
 from fleetddp.common.errors import REASONS, Reason, Refused
 from fleetddp.common.events import Heard, Heartbeat, Join, Joined, Leave, News, Offer
-from fleetddp.common.transport import chunks, limits, wire
+from fleetddp.common.transport import chunks, limits, offers, wire
 from fleetddp.common.update import Group, Kind, Receipt, Slice, State, Tier, UpdateHeader, UpdateId, Version
 from fleetddp.protos import fleet_pb2 as pb
 
@@ -87,9 +87,9 @@ PAIRS: dict[str, tuple[Any, Callable[[Any], Message], Callable[[Any], Any]]] = {
     "news": (NEWS, wire.pack_news, wire.unpack_news),
     "version": (VERSION, wire.pack_version, wire.unpack_version),
     "receipt": (OVERLAP, wire.pack_receipt, wire.unpack_receipt),
-    "delta": (DELTA, wire.pack_offer, wire.unpack_offer),
-    "partial": (PARTIAL, wire.pack_offer, wire.unpack_offer),
-    "init": (INIT, wire.pack_offer, wire.unpack_offer),
+    "delta": (DELTA, offers.pack, offers.unpack),
+    "partial": (PARTIAL, offers.pack, offers.unpack),
+    "init": (INIT, offers.pack, offers.unpack),
 }
 
 
@@ -135,7 +135,7 @@ def changed(message: Any, **fields: Any) -> Any:
 
 IDS = [pb.UpdateId(node="a", incarnation=1, sequence=i) for i in range(limits.MAX_GROUP_IDS + 1)]
 RANGES = [pb.Range(start=2 * i, stop=2 * i + 1) for i in range(limits.MAX_RANGES + 1)]
-GROUP = wire.pack_offer(PARTIAL).groups[0]
+GROUP = offers.pack(PARTIAL).groups[0]
 
 BROKEN: list[tuple[str, dict[str, Any], Reason]] = [
     ("join", {"node": ""}, Reason.MALFORMED),
@@ -211,15 +211,15 @@ def test_a_field_beyond_its_limit_is_refused(name: str, fields: dict[str, Any], 
 def test_a_field_at_its_limit_passes() -> None:
     at_limit = changed(wire.pack_join(JOIN), node="n" * 64, leaves=limits.MAX_LEAVES, open=IDS[: limits.MAX_IDS])
     assert len(wire.unpack_join(at_limit).open) == limits.MAX_IDS
-    offer = changed(wire.pack_offer(DELTA), codec="c" * 64, intervals=RANGES[: limits.MAX_RANGES], steps=2**31 - 1)
-    assert len(wire.unpack_offer(offer).slice.intervals) == limits.MAX_RANGES
-    spec = changed(wire.pack_offer(INIT), layout_spec=bytes(limits.LAYOUT_BYTES))
-    assert len(wire.unpack_offer(spec).header.layout_spec) == limits.LAYOUT_BYTES
+    offer = changed(offers.pack(DELTA), codec="c" * 64, intervals=RANGES[: limits.MAX_RANGES], steps=2**31 - 1)
+    assert len(offers.unpack(offer).slice.intervals) == limits.MAX_RANGES
+    spec = changed(offers.pack(INIT), layout_spec=bytes(limits.LAYOUT_BYTES))
+    assert len(offers.unpack(spec).header.layout_spec) == limits.LAYOUT_BYTES
 
 
 def test_the_largest_layout_and_chunk_fit_a_message() -> None:
     header = changed(
-        wire.pack_offer(INIT),
+        offers.pack(INIT),
         layout_spec=bytes(limits.LAYOUT_BYTES),
         intervals=[pb.Range(start=2**52 + 2 * i, stop=2**52 + 2 * i + 1) for i in range(limits.MAX_RANGES)],
         metrics={f"{i:064}": 1.0 for i in range(limits.MAX_METRICS)},
@@ -229,7 +229,7 @@ def test_the_largest_layout_and_chunk_fit_a_message() -> None:
 
 
 def test_samples_are_left_to_the_aggregator() -> None:
-    assert math.isnan(wire.unpack_offer(changed(wire.pack_offer(DELTA), samples=math.nan)).slice.samples)
+    assert math.isnan(offers.unpack(changed(offers.pack(DELTA), samples=math.nan)).slice.samples)
 
 
 def test_metrics_that_are_not_finite_are_left_out_by_the_sender() -> None:
@@ -335,8 +335,8 @@ MESSAGES: dict[str, bytes] = {
     "PullRequest": wire.pack_pull("edge-1", -1, ((0, 512), (1024, 1536))).SerializeToString(),
     "PullReply(version)": pb.PullReply(version=wire.pack_version(VERSION)).SerializeToString(),
     "PullReply(chunk)": chunks.pack(512, b"fleet"),
-    "PushRequest(header:delta)": pb.PushRequest(header=wire.pack_offer(DELTA)).SerializeToString(),
-    "PushRequest(header:partial)": pb.PushRequest(header=wire.pack_offer(PARTIAL)).SerializeToString(),
+    "PushRequest(header:delta)": pb.PushRequest(header=offers.pack(DELTA)).SerializeToString(),
+    "PushRequest(header:partial)": pb.PushRequest(header=offers.pack(PARTIAL)).SerializeToString(),
     "PushRequest(chunk)": chunks.pack(512, b"fleet"),
     "PushReply(held)": pb.PushReply(held=pb.Held(bytes=1536)).SerializeToString(),
     "PushReply(receipt)": pb.PushReply(receipt=wire.pack_receipt(RECEIPT)).SerializeToString(),
