@@ -118,11 +118,15 @@ class Network:
         Returns when that is; infinity if never. Faults override this: a message that is dropped is a call that fails, a
         duplicate is delivered again, a late one is delivered later.
         """
-        path, now = call.caller.path, self._loop.now()
-        transfer = path.upload if up else path.download
-        due = transfer(now, call.size) if call.size else path.message(now)
+        due = self.arrival(call, up)
         self._loop.at(due, deliver, call)
         return due
+
+    def arrival(self, call: Call, up: bool) -> float:
+        """When what is sent now arrives, if nothing happens to it."""
+        path, now = call.caller.path, self._loop.now()
+        transfer = path.upload if up else path.download
+        return transfer(now, call.size) if call.size else path.message(now)
 
     def _at_root(self, call: Call) -> None:
         if call.size:

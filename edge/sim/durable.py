@@ -18,25 +18,24 @@ FOLDER = Path("/journal")  # on the disk in memory
 class DurableStore:
     """Everything is the real thing but the disk. ``at`` is called at each of the journal's crash points; see ``PlugPulled``."""
 
-    def __init__(self, config: FleetConfig, at: Callable[[str], None] = lambda point: None) -> None:
+    def __init__(self, config: FleetConfig) -> None:
         self.files = MemoryFiles()
-        self._config, self._at = config, at
+        self.at: Callable[[str], None] = lambda point: None
+        self._config = config
         self._journal: Journal | None = None
 
     def found(self, layout: Layout, weights: Weights, at: float) -> None:
         """Make version 0, as from a start file."""
-        self._at, crash_point = lambda point: None, self._at
         _, _, publisher = self.open()
         publisher.found_weights(layout, weights, at)
         self.crash()
-        self._at = crash_point
 
     def open(self) -> tuple[Journal, Staging, Publisher]:
         """See ``Store``."""
         config = self._config
-        self._journal = journal = Journal(
-            FOLDER, run=config.run, files=self.files, keep_versions=config.coordinator.keep_versions, at=self._at
-        )
+        keep = config.coordinator.keep_versions
+        at: Callable[[str], None] = lambda point: self.at(point)  # noqa: E731
+        self._journal = journal = Journal(FOLDER, run=config.run, files=self.files, keep_versions=keep, at=at)
         return journal, Staging(journal, config.limits), Publisher(journal, config)
 
     def crash(self) -> None:

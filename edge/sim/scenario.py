@@ -31,6 +31,7 @@ from fleetddp.common.config import (
 )
 from fleetddp.common.errors import ConfigError
 from fleetddp.common.update import Tier
+from fleetddp.edge.sim.faults import FaultsConfig
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(ge=0)]
@@ -181,6 +182,7 @@ class Scenario(Section):
     model: ModelConfig = ModelConfig()
     root: RootConfig = RootConfig()
     trainer: TrainerConfig = TrainerConfig()
+    faults: FaultsConfig | None = None
     regions: dict[str, RegionConfig] = Field(default_factory=dict)
     policies: dict[str, PolicyConfig] = Field(default_factory=dict)  # for ``--compare``, by a name of your own or a preset's
     populations: Annotated[dict[NodeName, PopulationConfig], Field(min_length=1)]

@@ -15,13 +15,17 @@ from fleetddp.edge.sim import availability as when
 from fleetddp.edge.sim import profiles
 from fleetddp.edge.sim.calls import Network
 from fleetddp.edge.sim.draws import Draws
+from fleetddp.edge.sim.durable import DurableStore
+from fleetddp.edge.sim.faults import Faults
+from fleetddp.edge.sim.invariants import Invariants
 from fleetddp.edge.sim.loop import EventLoop
 from fleetddp.edge.sim.member import SimMember
-from fleetddp.edge.sim.modes import timing, train
-from fleetddp.edge.sim.network import NEVER_CUT, Cuts, Path, SharedLink
+from fleetddp.edge.sim.modes import Mode, timing, train
+from fleetddp.edge.sim.network import Cuts, Path, SharedLink
 from fleetddp.edge.sim.observer import Observer, Observers
 from fleetddp.edge.sim.root import SimRoot
 from fleetddp.edge.sim.scenario import Nights, PopulationConfig, Recorded, RegionConfig, Scenario
+from fleetddp.edge.sim.tampering import Byzantine, FaultyNetwork
 from fleetddp.edge.sim.timeline import Timeline
 from fleetddp.edge.sim.world import Conduct, World
 
@@ -34,7 +38,6 @@ class _Region:
     def __init__(self, name: str, section: RegionConfig, draws: Draws) -> None:
         self.down = [SharedLink(section.down_bytes_per_s)] if section.down_bytes_per_s else []
         self.up = [SharedLink(section.up_bytes_per_s)] if section.up_bytes_per_s else []
-        self.cuts = Cuts(section.cuts)
         self.outages: list[when.Availability] = []
         if section.outages is not None:
             outages = section.outages
@@ -42,10 +45,11 @@ class _Region:
 
 
 class Simulation:
-    """One run of a scenario. ``observers`` look on; ``log`` gets the events as JSON lines; ``task`` replaces the fleet file's.
+    """One run of a scenario. ``observers`` look on; ``log`` gets the events as JSON lines; ``task`` replaces the fleet file's,
+    ``mode`` what the scenario's would be.
 
     ``loop``, ``network``, ``root``, ``world`` and ``members`` (by name) may be used before ``run``, to schedule a crash
-    for instance.
+    for instance. The invariants of design §11 are checked all the time (``invariants``).
     """
 
     def __init__(
@@ -56,16 +60,29 @@ class Simulation:
         log: TextIO | None = None,
         network: Callable[[EventLoop, float], Network] = Network,
         task: Task | None = None,
+        mode: Mode | None = None,
     ) -> None:
         self.scenario = scenario
         self.draws = Draws(scenario.seed)
         self.loop = EventLoop()
         config = scenario.fleet
-        self.network = network(self.loop, config.members.stall_s / 4)
-        self._mode = train(scenario, self.draws, task) if scenario.mode == "train" else timing(scenario)
-        self.learning, store = self._mode.learning, self._mode.store
+        progress_s = config.members.stall_s / 4
+        self.network = network(self.loop, progress_s)
+        if mode is None:
+            mode = train(scenario, self.draws, task) if scenario.mode == "train" else timing(scenario)
+        self._mode = mode
+        self.learning, store = mode.learning, mode.store
+        self.faults: Faults | None = None
+        if scenario.faults is not None:
+            names = (name for name, _, _ in scenario.devices)
+            self.faults = Faults(scenario.faults, self.draws, self.loop, names, scenario.horizon_s)
+            self.network = FaultyNetwork(self.loop, progress_s, self.faults)
+            self.learning = Byzantine(self.learning, self.faults.lies)
+            if isinstance(store, DurableStore):
+                store.at = self.faults.point
         self.timeline = Timeline(self.network, log, self._evaluate)
-        observer = Observers(self.timeline, *observers)
+        self.invariants = Invariants(config, self.loop.stop)
+        observer = Observers(self.timeline, self.invariants, *observers)
         root = scenario.root
         self.root = SimRoot(config, store, self.loop, self.network, observer, disk_s=root.disk_s, merge_s=root.merge_s)
         self.world = World(
@@ -80,7 +97,12 @@ class Simulation:
         self.members: dict[str, SimMember] = {member.name: member for member in self._build()}
 
     def run(self, progress: Callable[[float], None] = lambda virtual_s: None) -> Timeline:
-        """From time 0 to the end of the run, or to the horizon; once. ``progress`` is told of the virtual time now and then."""
+        """From time 0 to the end of the run, or to the horizon; once. ``progress`` is told of the virtual time now and then.
+
+        Raises ``InvariantViolation``.
+        """
+        if self.faults is not None:
+            self.faults.begin(self.root, self.members)
         self.root.start()
         for member in self.members.values():
             member.begin()
@@ -88,7 +110,7 @@ class Simulation:
             for part in range(1, PARTS + 1):
                 end = self.loop.run(until=self.scenario.horizon_s * part / PARTS)
                 progress(end)
-                if not self.loop:  # the run is over and everybody has left
+                if not self.loop or self.invariants.violations:  # the run is over and everybody has left; or it is in vain
                     break
         finally:
             self._mode.close()
@@ -96,6 +118,8 @@ class Simulation:
             member.settle_usage()
         usages = ((m.tier, m.usage.seconds, m.usage.push_s) for m in self.members.values())
         self.timeline.close(end, self.loop.handled, usages)
+        quiet = self.faults is not None and self.faults.config.quiet_s > 0
+        self.invariants.check(end, quiet_since=self.faults.until_s if self.faults is not None and quiet else None)
         return self.timeline
 
     # ---- building -------------------------------------------------------------------------------------------------------------
@@ -124,7 +148,7 @@ class Simulation:
                 stream=self.draws.stream("path", name),
                 down=[down, *(region.down if region else ())],
                 up=[*(region.up if region else ()), up],
-                cuts=region.cuts if region else NEVER_CUT,
+                cuts=self._cuts(name, section),
             )
             availability = available[population].of(name, region.outages if region else [])
             stream = self.draws.stream("member", name)
@@ -132,6 +156,10 @@ class Simulation:
             if (population, held) not in conducts:
                 conducts[population, held] = self._conduct(section, held)
             yield SimMember(name, self.world, conducts[population, held], profile, path, availability, stream)
+
+    def _cuts(self, name: str, section: PopulationConfig) -> Cuts:
+        cuts = [*self.scenario.regions[section.region].cuts] if section.region is not None else []
+        return Cuts([*cuts, *(self.faults.cuts(name) if self.faults is not None else ())])
 
     def _conduct(self, section: PopulationConfig, held: float | None) -> Conduct:
         """How members of a population work that hold so many samples: by the fleet file's ``edge`` or ``site`` section."""
