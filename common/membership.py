@@ -81,7 +81,7 @@ class Membership:
         self._config = config
         self._remembered = remembered
         self._members: dict[str, Member] = {}
-        self._gone: dict[str, None] = {}  # those not live, the longest gone first
+        self._gone: OrderedDict[str, None] = OrderedDict()  # those not live, the longest gone first
         self._leases: OrderedDict[str, Member] = OrderedDict()  # the live ones, those silent the longest first
         self._spared_until = -math.inf  # no lease ends before
         self._touched: list[Member] = []  # those with anything to reset when the next window opens
@@ -254,8 +254,8 @@ class Membership:
         """It is gone; so is the memory of another that has been for much longer."""
         self._gone[member.node] = None
         if len(self._gone) > self._remembered:
-            oldest = next(iter(self._gone))
-            del self._gone[oldest], self._members[oldest]
+            oldest, _ = self._gone.popitem(last=False)
+            del self._members[oldest]
 
     def _take_out(self, member: Member) -> tuple[tuple[int, int, int], Tier | None]:
         """What the member counts for now; to be handed to ``_put_back`` after the change."""

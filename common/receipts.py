@@ -9,6 +9,7 @@ been settled too. A partial stands for its leaf updates: a leaf id in it counts 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
 from fleetddp.common.errors import Reason
@@ -26,7 +27,7 @@ class Receipts:
     ) -> None:
         self._remembered = remembered
         self._accepted: dict[UpdateId, Update] = {}  # by own id and by each leaf id
-        self._settled: dict[UpdateId, Receipt] = {}  # oldest first
+        self._settled: OrderedDict[UpdateId, Receipt] = OrderedDict()  # oldest first
         self._marks: dict[str, dict[int, int]] = {}  # node -> incarnation -> sequence
         for (node, incarnation), sequence in sorted(high_water.items()):
             self._raise_mark(UpdateId(node, incarnation, sequence))
@@ -82,10 +83,10 @@ class Receipts:
         return tuple(receipts)
 
     def _settle(self, receipt: Receipt) -> None:
-        self._settled.pop(receipt.update_id, None)
         self._settled[receipt.update_id] = receipt
+        self._settled.move_to_end(receipt.update_id)
         if len(self._settled) > self._remembered:
-            oldest = self._settled.pop(next(iter(self._settled)))
+            _, oldest = self._settled.popitem(last=False)
             if oldest.state is State.MERGED:
                 self._raise_mark(oldest.update_id)
 
