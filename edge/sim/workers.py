@@ -21,6 +21,7 @@ import torch
 
 from fleetddp.common.errors import ConfigError, FleetError
 from fleetddp.common.task import Task
+from fleetddp.edge.sim import preload
 from fleetddp.edge.sim.batches import Job
 from fleetddp.edge.sim.calibration import Found, Path, Way, calibrate, way
 from fleetddp.edge.sim.shared import SharedObject, SharedRows
@@ -104,7 +105,7 @@ class Workers:
 
     def __init__(self, count: int, task: Task, buffers: Buffers, versions: SharedRows, deltas: SharedRows) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["__main__", __name__])  # the first is the default
+        preload.start()
         try:
             shared = SharedObject(task)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

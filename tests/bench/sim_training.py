@@ -77,6 +77,9 @@ def job(client: int, version: int) -> Any:
 
 def ours(kind: str) -> None:
     """The arm of this project, in a process of its own."""
+    from fleetddp.edge.sim import preload
+
+    preload.start()  # before torch: both imports at once
     import torch
 
     from fleetddp.edge.sim.training import Engine
@@ -111,7 +114,7 @@ def arms(peers: Path) -> dict[str, list[str]]:
     commands = {"ours": [sys.executable, __file__, "--arm"], "bare": [sys.executable, str(PEERS / "bare.py")]}
     two = ["--standalone", "--nproc-per-node", "2"]
     for name, command in (("pfl", ["bin/torchrun", *two, "pfl_sim.py"]), ("flwr", ["bin/python", "flwr_sim.py"])):
-        program = peers / name / command[0]
+        program = peers / f".venv-{name}" / command[0]
         if program.exists():
             commands[name] = [str(program), *command[1:-1], str(PEERS / command[-1])]
         else:
@@ -138,7 +141,7 @@ def measure(command: list[str], kind: str, environment: dict[str, str]) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passes", type=int, default=3)
-    parser.add_argument("--peers", type=Path, default=PEERS / "venvs", help="directory with the environments pfl and flwr")
+    parser.add_argument("--peers", type=Path, default=PEERS, help="directory with the environments .venv-pfl and .venv-flwr")
     parser.add_argument("--arm", choices=workload.KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.arm:

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # The peers of sim_training.py, each in a virtual environment of its own: tests/bench/peers/setup.sh [DIRECTORY] (about 3 GB).
 set -euo pipefail
-directory=${1:-"$(dirname "$0")/venvs"}
+directory=${1:-"$(dirname "$0")"}
 torch=${TORCH:-torch==2.13.0}  # the same for all arms; installed first, so that no other build comes with a peer
 
 install() { # NAME PACKAGE
-  "${PYTHON:-python3}" -m venv "$directory/$1"
-  "$directory/$1/bin/pip" install --quiet --disable-pip-version-check "$torch" numpy
-  "$directory/$1/bin/pip" install --quiet --disable-pip-version-check "$2"
+  "${PYTHON:-python3}" -m venv "$directory/.venv-$1"
+  "$directory/.venv-$1/bin/pip" install --quiet --disable-pip-version-check "$torch" numpy
+  "$directory/.venv-$1/bin/pip" install --quiet --disable-pip-version-check "$2"
 }
 
 install pfl "pfl==0.6.0"

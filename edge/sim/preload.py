@@ -1,0 +1,16 @@
+"""The process that worker processes are forked from: it imports torch while the caller still does."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing import forkserver
+
+
+def start() -> None:
+    """Begin. An ``Engine`` calls this itself; whoever calls it before importing torch saves that much of the wait. It can be
+    repeated.
+
+    Python has one such process for all uses of ``multiprocessing``'s ``forkserver``; if it runs already, it is taken as it is.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", "fleetddp.edge.sim.workers"])
+    forkserver.ensure_running()
