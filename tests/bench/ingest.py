@@ -1,10 +1,10 @@
-"""How fast a coordinator takes updates in, against what bare gRPC client streams take for the same bytes, and what memory it needs.
+"""How fast a coordinator takes updates in, against bare gRPC client streams of the same bytes, and what memory it needs.
 
 One pair: N members push 40 MB float32 each to a coordinator, and the clock stops when the version that holds all of them is
-published (made durable, merged in float64, written, fsynced); then N clients send the same bytes in messages of the same size to
-a server that throws them away. Both arms: members and servers in processes of their own, started before the clock. The figures are
-medians over the pairs of (bare seconds / our seconds). Memory: the coordinator's largest resident size, above that of its idle
-after the start, over all windows of N updates.
+published (made durable, merged in float64, written, fsynced); then N clients send the same bytes in messages of the same size
+to a server that throws them away. Both arms: members and servers in processes of their own, started before the clock. The
+figures are medians over the pairs of (bare seconds / our seconds). Memory: the coordinator's largest resident size, above that
+of its idle after the start, over all windows of N updates.
 """
 
 from __future__ import annotations
@@ -104,8 +104,6 @@ def member(pipe: Any, name: str, port: int, bare_port: int, elements: int) -> No
     while (order := pipe.recv()) != "stop":
         if order == "bare":
             assert int(take(payload[i : i + CHUNK] for i in range(0, len(payload), CHUNK))) == len(payload)
-        elif order == "layout":
-            uplink._layout = uplink.layout()
         else:
             kind, base = (Kind.INIT, -1) if order == "init" else (Kind.DELTA, order)
             header = UpdateHeader(
@@ -146,7 +144,6 @@ class Bench:
         self.version = -1
         self._each(self.members[:1], "init")
         self._published()
-        self._each(self.members, "layout")
 
     def _start(self, target: Any, *args: Any) -> Any:
         mine, theirs = CONTEXT.Pipe()
@@ -159,6 +156,10 @@ class Bench:
         self.coordinator.send("memory")
         now, most = self.coordinator.recv()
         return now, most
+
+    def pair(self, parallel: bool) -> tuple[float, float]:
+        """(our seconds, bare seconds), one right after the other."""
+        return self.ours(parallel), self.theirs(parallel)
 
     def ours(self, parallel: bool) -> float:
         """Seconds until the version that holds everybody's update is published."""
@@ -204,8 +205,8 @@ def measure(members: int, elements: int, pairs: int, modes: tuple[bool, ...]) ->
     with tempfile.TemporaryDirectory(prefix="fleetddp-ingest-") as folder:
         bench = Bench(members, elements, os.path.join(folder, "journal"))
         for parallel in modes:
-            bench.ours(parallel), bench.theirs(parallel)  # both arms warm
-            seconds = [(bench.ours(parallel), bench.theirs(parallel)) for _ in range(pairs)]
+            bench.pair(parallel)  # both arms warm
+            seconds = [bench.pair(parallel) for _ in range(pairs)]
             ratios[parallel] = statistics.median(theirs / ours for ours, theirs in seconds)
             how = "at once" if parallel else "one after another"
             print(f"{members} members, {how}: " + ", ".join(f"{o:.3f} s (bare {t:.3f} s)" for o, t in seconds), flush=True)
