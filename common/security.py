@@ -6,6 +6,7 @@ A node's id is the common name of its certificate. Each end trusts the fleet's o
 from __future__ import annotations
 
 import ipaddress
+import ssl
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -58,6 +59,25 @@ def node_id(auth_context: Mapping[str, Iterable[bytes]]) -> str | None:
     raise Refused(Reason.WRONG_IDENTITY, "the certificate has neither a common name nor a subject alternative name")
 
 
+_SAID_OF_A_HANDSHAKE = {  # by gRPC, in the order looked for; and what that means
+    "certificate has expired": "its certificate has expired",
+    "unsupported certificate purpose": "its certificate is not a coordinator's, but a node's",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not of the CA in security.ca",
+    "Hostname Verification": "its certificate is not for this address: dial a name that it was made for, or have it made anew",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS: it was started without certificates, or another program listens there",
+}
+
+
+def explain(details: str, *, tls: bool) -> str:
+    """What the details of a failed call say of a handshake, in words that name who must act; empty if they say nothing of one."""
+    for said, meaning in _SAID_OF_A_HANDSHAKE.items():
+        if said in details:
+            return meaning
+    if "failed to connect" in details and "Socket closed" in details:  # it hung up on the handshake
+        return "it may not trust security.cert" if tls else "security here names no certificates, and it may want them"
+    return ""
+
+
 def _is_local(address: str) -> bool:
     """Whether only this machine can reach ``address``. A name other than localhost is not looked up: the answer may change."""
     if address.startswith("unix:"):
@@ -75,7 +95,12 @@ def _read(config: SecurityConfig) -> tuple[bytes, bytes, bytes] | None:
     """The bytes of ca, cert and key; the config has all three or none."""
     if config.ca is None or config.cert is None or config.key is None:
         return None
-    return _pem("ca", config.ca), _pem("cert", config.cert), _pem("key", config.key)
+    files = _pem("ca", config.ca), _pem("cert", config.cert), _pem("key", config.key)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(config.cert, config.key)
+    except ssl.SSLError as error:
+        raise ConfigError(f"security.key: {config.key} is not the key of {config.cert} ({error.reason})") from error
+    return files
 
 
 def _pem(key: str, path: Path) -> bytes:

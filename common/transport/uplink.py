@@ -23,7 +23,7 @@ from fleetddp.common.errors import FleetError, Reason, Refused, Unreachable
 from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, News, Offer
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry
-from fleetddp.common.security import channel_credentials, check_plaintext
+from fleetddp.common.security import channel_credentials, check_plaintext, explain
 from fleetddp.common.transport import MEMBER_REASONS, Sink, chunks, limits, offers, wire
 from fleetddp.common.transport.backoff import Backoff
 from fleetddp.common.transport.transfers import PullTransfer, PushTransfer, StallWatch, Transfer
@@ -280,7 +280,11 @@ class Uplink:
         if self._closed.is_set():
             return self._gone()
         details = error.details() or ""
-        return wire.refusal(error.trailing_metadata(), details) or Unreachable(f"{self.address}: {error.code().name}: {details}")
+        refused = wire.refusal(error.trailing_metadata(), details)
+        if refused is not None:
+            return refused
+        why = explain(details, tls=self._credentials is not None)
+        return Unreachable(f"{self.address}: {why + ': ' if why else ''}{error.code().name}: {details}")
 
     def _gone(self) -> Unreachable:
         return Unreachable(f"the uplink to {self.address} was closed")

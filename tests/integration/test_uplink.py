@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -677,21 +678,35 @@ def test_mutual_tls_tells_each_who_the_other_is(fleet: RawFleet, ca: Path, dial:
     serving.stop()
 
 
-def test_strangers_are_turned_away(fleet: RawFleet, ca: Path, tmp_path: Path, dial: Callable[..., Uplink]) -> None:
+def test_strangers_are_turned_away_and_told_why(
+    fleet: RawFleet, ca: Path, tmp_path: Path, dial: Callable[..., Uplink], monkeypatch: pytest.MonkeyPatch
+) -> None:
     serving = Serving(fleet, credentials=server_credentials(security(ca, "coordinator")))
-    other = make_ca(tmp_path / "other", "edge-1")
-    no_certificate = security(ca, "edge-1")
-    stranger = no_certificate.model_copy(update={"cert": other / "edge-1.pem", "key": other / "edge-1.key"})
-    for config in (SecurityConfig(), stranger, security(other, "edge-1")):
-        with pytest.raises(Unreachable):
-            dial(serving.address, config=config).status()
+    other = make_ca(tmp_path / "other", "edge-1", hosts=("elsewhere.example",))
+    ours = security(ca, "edge-1")
+    stranger = ours.model_copy(update={"cert": other / "edge-1.pem", "key": other / "edge-1.key"})
+    plaintext, elsewhere = Serving(fleet), Serving(fleet, credentials=server_credentials(security(other, "coordinator")))
+    monkeypatch.setenv("DAYS", "-1")
+    late = make_ca(tmp_path / "late", "edge-1")
+    expired = Serving(fleet, credentials=server_credentials(security(late, "coordinator")))
+    for address, config, why in (
+        (serving.address, SecurityConfig(), "security here names no certificates, and it may want them"),
+        (serving.address, stranger, "it may not trust security.cert"),
+        (serving.address, security(other, "edge-1"), "its certificate is not of the CA in security.ca"),
+        (plaintext.address, ours, "it does not speak TLS"),
+        (elsewhere.address, security(other, "edge-1"), "its certificate is not for this address"),
+        (expired.address, security(late, "edge-1"), "its certificate has expired"),
+    ):
+        with pytest.raises(Unreachable, match=re.escape(why)):
+            dial(address, config=config).status()
     assert fleet.calls == []
-    serving.stop()
+    for server in (serving, plaintext, elsewhere, expired):
+        server.stop()
 
 
 def test_a_node_cannot_play_the_coordinator(fleet: RawFleet, ca: Path, dial: Callable[..., Uplink]) -> None:
     serving = Serving(fleet, credentials=server_credentials(security(ca, "edge-2")))
-    with pytest.raises(Unreachable, match="CERTIFICATE_VERIFY_FAILED"):
+    with pytest.raises(Unreachable, match="its certificate is not a coordinator's"):
         dial(serving.address, config=security(ca, "edge-1")).status()
     assert fleet.calls == []
     serving.stop()

@@ -87,6 +87,14 @@ def test_a_bad_file_is_named(ca: Path, tmp_path: Path) -> None:
         server_credentials(junk)
 
 
+@needs_openssl
+def test_a_key_that_is_not_the_certificates_is_named(ca: Path) -> None:
+    mixed = security(ca, "edge-1").model_copy(update={"key": ca / "coordinator.key"})
+    for make in (channel_credentials, server_credentials):
+        with pytest.raises(ConfigError, match=r"security\.key: .*coordinator\.key is not the key of .*edge-1\.pem"):
+            make(mixed)
+
+
 # ---- who the peer is --------------------------------------------------------------------------------------------------------
 
 
