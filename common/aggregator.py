@@ -65,6 +65,7 @@ class Aggregator:
         self._last_quorum_at: float | None = None  # of the window before
         self._look_at = math.inf  # when the verdict may change by time alone
         self._ends_at = math.inf
+        self._passes_at = math.inf  # when time alone may change something else
         self._woken_at = math.inf  # the wake-up that was asked for
         self._counters: Counter[str] = Counter()
         self._handlers: dict[type, Callable[[Any, float, list[Effect]], None]] = {
@@ -134,7 +135,8 @@ class Aggregator:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What follows from an event that happened at ``now``, seconds since the epoch, never less than before."""
         out: list[Effect] = []
-        self._pass_time(now, out)
+        if now >= self._passes_at:
+            self._pass_time(now, out)
         self._handlers[type(event)](event, now, out)
         self._after(now, out)
         return out
@@ -154,7 +156,8 @@ class Aggregator:
         if self._members.changed or now >= self._look_at:
             self._members.changed = False
             self._look(now, out)
-        due = min(self._look_at, self._members.next_lease, self._intake.arrivals.next_due, self._ends_at)
+        self._passes_at = min(self._members.next_lease, self._intake.arrivals.next_due, self._ends_at)
+        due = min(self._look_at, self._passes_at)
         if due < self._woken_at or self._woken_at <= now:
             self._woken_at = due
             if due < math.inf:

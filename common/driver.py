@@ -143,7 +143,7 @@ class Driver:
         for version in self.journal.versions():
             self._versions.append((version, ""))
             self.telemetry.published(version)
-        self._in_hand(lambda: self._carry_out_all(self._aggregator.start(self._clock.now())))
+        self._carry_out_all(self._aggregator.start(self._clock.now()))
         self._drain()
 
     def stop(self) -> None:
@@ -156,7 +156,7 @@ class Driver:
 
         Raises ``FleetError`` when an event that needs an answer got none because of a defect, which is logged.
         """
-        answer = self._in_hand(lambda: self._step(event))
+        answer = self._step(event)
         self._drain()
         return answer
 
@@ -254,21 +254,13 @@ class Driver:
         while self._inbox and not self._busy:
             event = self._inbox.popleft()
             with suppress(FleetError):  # logged where it was raised; nobody waits for an answer
-                self._in_hand(lambda event=event: self._step(event))  # type: ignore[misc]
+                self._step(event)
 
     def _report(self, event: Event) -> None:
         """Disk work is done."""
         if not self._stopped:
             self._inbox.append(event)
             self._drain()
-
-    def _in_hand(self, call: Callable[[], T]) -> T:
-        """What disk work brings meanwhile waits: all effects of one event come before the next event."""
-        self._busy, outer = True, self._busy
-        try:
-            return call()
-        finally:
-            self._busy = outer
 
     def _failed(self, what: str, error: BaseException) -> None:
         _log.error("%s: %s", what, error, exc_info=error)
@@ -277,15 +269,20 @@ class Driver:
     # ---- effects ----------------------------------------------------------------------------------------------------------
 
     def _carry_out_all(self, effects: list[Effect]) -> Answer | None:
+        """All effects of one event come before the next event: what disk work brings meanwhile waits."""
         answer: Answer | None = None
-        for effect in effects:
-            if isinstance(effect, Reply):
-                answer = effect.value
-                continue
-            try:
-                self._carry_out(effect)
-            except Exception as error:
-                self._failed(f"the effect {type(effect).__name__} failed", error)
+        self._busy, outer = True, self._busy
+        try:
+            for effect in effects:
+                if isinstance(effect, Reply):
+                    answer = effect.value
+                    continue
+                try:
+                    self._carry_out(effect)
+                except Exception as error:
+                    self._failed(f"the effect {type(effect).__name__} failed", error)
+        finally:
+            self._busy = outer
         return answer
 
     def _carry_out(self, effect: Effect) -> None:

@@ -252,12 +252,15 @@ def test_disk_work_comes_back_as_an_event_after_all_effects_of_the_first() -> No
     assert script.events == [Tick(), Persisted(update=UPDATE)]
 
 
-def test_what_the_disk_refused_is_told_to_the_aggregator() -> None:
+def test_what_the_disk_refused_is_told_to_the_aggregator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def accept(update: Update, at: float) -> None:
+        raise StorageError("no space left")
+
     script = Broken()
-    script.failures = 1
-    script.answers = []
-    script.driver._carry_out_all([Persist(update=UPDATE, at=0.0)])
-    assert script.events == [PersistFailed(update=UPDATE, message="no space left")]
+    monkeypatch.setattr(script, "accept", accept)
+    script.answers = [[Persist(update=UPDATE, at=0.0)]]
+    script.driver.handle(Tick())
+    assert script.events == [Tick(), PersistFailed(update=UPDATE, message="no space left")]
 
 
 def test_a_merge_that_the_disk_refuses_is_tried_again_with_growing_pauses() -> None:
