@@ -330,7 +330,7 @@ class Outbox:
             try:
                 yield
             except (OSError, sqlite3.Error) as error:
-                raise StorageError(f"the outbox in {self._directory} cannot be read or written: {error}") from error
+                raise StorageError(f"the outbox in {self._directory} {_trouble(error)}: {error}") from error
 
     # ---- rows and files -------------------------------------------------------------------------------------------------------
 
@@ -388,6 +388,14 @@ class Outbox:
             return file.pread(file.size(), 0)
         finally:
             file.close()
+
+
+def _trouble(error: Exception) -> str:
+    if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+        return "is in use by another process of this node"
+    if type(error) is sqlite3.DatabaseError:
+        return "is damaged (if it is removed, the node starts anew; what it had not delivered is lost)"
+    return "cannot be read or written"
 
 
 def _work(row: sqlite3.Row) -> Work:

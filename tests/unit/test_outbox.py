@@ -262,7 +262,7 @@ def test_what_the_encoder_refuses_changes_nothing(tmp_path: Path) -> None:
 
 def test_two_processes_cannot_share_an_outbox(tmp_path: Path) -> None:
     box = at_base(tmp_path)
-    with pytest.raises(StorageError, match="locked"):
+    with pytest.raises(StorageError, match="in use by another process of this node: database is locked"):
         Outbox(tmp_path, NATURE)
     box.close()
 
@@ -338,3 +338,10 @@ def test_only_files_that_count_stay(tmp_path: Path) -> None:
         step(box)
     assert len(box) == 0
     assert len(list(tmp_path.glob("*.raw"))) <= 3  # base, where the next starts, residual
+
+
+def test_a_damaged_outbox_is_an_error_that_says_what_can_be_done(tmp_path: Path) -> None:
+    Outbox(tmp_path / "box", NATURE).close()
+    (tmp_path / "box" / "outbox.sqlite").write_bytes(b"junk" * 1000)
+    with pytest.raises(StorageError, match=r"is damaged \(if it is removed, the node starts anew"):
+        Outbox(tmp_path / "box", NATURE)
