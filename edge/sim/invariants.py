@@ -89,7 +89,8 @@ class Invariants(Observer):
         self._look(now)
         if self.finished and self._accepted and self._deciding is None:
             self.wrong("settled", now, f"the run is over, and {_some(self._accepted)} are neither merged nor expired")
-        if quiet_since is not None and not self.finished and not any(at >= quiet_since for at in self.versions_at):
+        moved = self.finished or self.violations or any(at >= (quiet_since or 0.0) for at in self.versions_at)
+        if quiet_since is not None and not moved:
             last = f"{self.versions_at[-1]:.0f} s" if self.versions_at else "never"
             self.wrong(
                 "progress", now, f"no version since {quiet_since:.0f} s, when the last fault was over; the last one: {last}"
@@ -124,8 +125,8 @@ class Invariants(Observer):
 
     def told(self, node: str, receipt: Receipt, now: float) -> None:
         """See ``Observer``. It was true when it was sent: what has become of the update since may be more."""
-        self._digest.update(f"{now} {receipt}".encode())
         update_id, state = receipt.update_id, receipt.state
+        self._digest.update(f"{now} {update_id} {state.value} {receipt.version} {receipt.reason}".encode())
         if update_id.node != node:
             self.wrong("settled", now, f"{node} was told of {update_id}")
         if state is State.ACCEPTED and not (
@@ -364,9 +365,9 @@ class Invariants(Observer):
             if found.get(update_id) != update:
                 self.wrong("resume", now, f"{update_id} was acknowledged; the journal has {found.get(update_id)}")
         for update_id, update in found.items():
-            if update_id in self._accepted:
+            if update_id in self._accepted or update_id in self._expired:  # what has expired stays there, and expires again
                 continue
-            if update_id not in self._arriving:
+            if update_id not in self._arriving and update_id not in self._refused:
                 self.wrong("resume", now, f"{update_id} was never whole, and the journal has it")
             # Durable and not acknowledged. It will be, unless a decision has made it stale since.
             bound = self._config.merge.for_tier(update.header.tier).max_staleness

@@ -341,7 +341,7 @@ class SimMember:
             metrics=parcel.metrics,
             layout_spec=learning.layout.to_json() if first else b"",
         )
-        part = Slice(intervals=self._world.required, samples=entry.samples, digest=parcel.digest)
+        part = Slice(intervals=self._world.required[entry.kind], samples=entry.samples, digest=parcel.digest)
         return Offer(header=header, slice=part, run=self._world.config.run), parcel
 
     def _offered(self, offer: Offer, parcel: Parcel, answer: Any) -> None:

@@ -121,6 +121,7 @@ class SimRoot:
         self._config, self._store, self._loop, self._network, self._observer = config, store, loop, network, observer
         self._seconds = {Lane.JOURNAL: disk_s, Lane.MERGE: merge_s}
         self._free_at = dict.fromkeys(Lane, -math.inf)
+        self.starts = 0  # so far
         self._life = 0
         self._driver: Driver | None = None
         self._waiting: dict[Call, None] = {}  # calls that wait for the disk or for a receipt
@@ -161,6 +162,7 @@ class SimRoot:
             telemetry = _Quiet(lambda: self._observer.noted(ROOT, "failed", self._loop.now()))
             driver = Driver(aggregator, staging, journal, publisher, clock=self._loop, host=self, telemetry=telemetry)
             self._driver = driver
+            self.starts += 1
             self._observer.noted(ROOT, "started", self._loop.now())
             driver.start()
             self._flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fleetddp.common.config import FleetConfig
@@ -24,7 +25,7 @@ class World:
     root: SimRoot
     learning: Learning
     observer: Observer
-    required: tuple[Interval, ...]  # the elements that an update covers
+    required: Mapping[Kind, tuple[Interval, ...]]  # the elements that an update of a kind covers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
