@@ -32,6 +32,7 @@ from fleetddp.common.errors import ConfigError, StorageError
 from fleetddp.common.layout import unwrap
 
 FORMAT = 1
+WRITE_S = 3600.0  # for all ranks to write a checkpoint: longer than any disk takes; who has not by then is gone with its machine
 PLAIN = (int, float, str, type(None), torch.Tensor, torch.dtype, torch.device)  # what ``weights_only=True`` reads back
 
 _log = logging.getLogger(__name__)
@@ -239,12 +240,15 @@ def _read(source: Path | io.BytesIO) -> dict[str, Any]:
 
 
 def _await(agreement: Rendezvous, tally: str, count: int) -> None:
-    for _ in polls():
+    for waited_s in polls():
         failure = agreement.failure()
         if failure is not None:
             raise StorageError(failure[1])
-        if agreement.tally(tally) >= count:
+        done = agreement.tally(tally)
+        if done >= count:
             return
+        if waited_s > WRITE_S:
+            raise StorageError(f"after {WRITE_S:g} s only {done} of {count} ranks have said that the checkpoint is {tally}")
 
 
 def _require_plain(value: Any, where: str) -> None:

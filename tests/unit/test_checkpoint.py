@@ -16,7 +16,7 @@ from helpers import models
 from helpers.one_rank import OneRank, process_group, step, vector
 from torch import nn
 
-from fleetddp.cloud import Checkpoint, FleetDDP
+from fleetddp.cloud import Checkpoint, FleetDDP, checkpoint
 from fleetddp.cloud.rendezvous import Rendezvous
 from fleetddp.common.errors import ConfigError, Reason, Refused, StorageError
 
@@ -196,6 +196,17 @@ def test_a_shard_is_durable_before_its_rank_says_so(
     assert max(before.index("kept"), before.index("000000000001")) > max(
         i for i, name in enumerate(before) if name.endswith(".pt")
     )
+
+
+def test_a_rank_that_never_writes_is_not_waited_for_for_ever(
+    fleet: Callable[[str], OneRank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(fleet("kept"), tmp_path / "kept")
+    training.steps(3)
+    monkeypatch.setattr(checkpoint, "WRITE_S", 0.1)
+    monkeypatch.setattr(Rendezvous, "report", lambda rendezvous, tally: None)
+    with pytest.raises(StorageError, match=r"after 0\.1 s only 0 of 1 ranks have said that the checkpoint is written"):
+        training.checkpoint.save()
 
 
 def test_nothing_to_load(fleet: Callable[[str], OneRank], tmp_path: Path) -> None:
