@@ -22,7 +22,7 @@ class Outcome(NamedTuple):
     fingerprint: str
     versions: int
     handled: int  # events of the loop
-    restarts: int  # of the root
+    starts: int  # of the root
     refused: dict[str, int]
     wrong: str  # what invariants do not hold
 
