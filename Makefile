@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 FILES  := $(shell git ls-files --cached --others --exclude-standard -- cloud common edge protos 2>/dev/null | sort | cksum | cut -d' ' -f1)
 STAMP  := $(VENV)/.installed-$(FILES)
 
-.PHONY: help demo test check wheel bench protos clean
+.PHONY: help demo test check sweep wheel bench protos clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -24,6 +24,9 @@ check: $(STAMP)  ## Lint, types, generated stubs, shell scripts
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy -p fleetddp.common -p fleetddp.cloud -p fleetddp.edge
 	PYTHON=$(PYTHON) deploy/protos.sh --check
+
+sweep: $(STAMP)  ## A thousand simulated fleets in which everything goes wrong (ARGS="--seed 7" runs one again)
+	$(BIN)/python tests/sim/sweep.py $(ARGS)
 
 wheel: $(STAMP)  ## Build a wheel and run it in a clean virtual environment, outside the checkout
 	PYTHON=$(PYTHON) deploy/wheel-check.sh
