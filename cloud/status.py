@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fleetddp.common.config import SecurityConfig
+from fleetddp.common.errors import ConfigError
 from fleetddp.common.transport.uplink import Uplink
 
 REFRESH_S = 1.0
@@ -21,24 +22,26 @@ MAX_METRICS = 3  # of a version, so that a line holds them
 
 def show(address: str, security: SecurityConfig, *, as_json: bool, watch: bool) -> None:
     """Ask once and print, or again every second (``watch``). Raises ``Unreachable`` when nobody answers."""
+    if as_json and watch:
+        raise ConfigError("--json prints once and --watch shows tables: give one of them")
     uplink = Uplink(address, security, node="")
     try:
         if as_json:
             print(json.dumps(uplink.status(), indent=2))
         elif not watch:
-            Console().print(render(uplink.status(), now=time.time()))
+            Console().print(render(uplink.status()))
         else:
-            with Live(render(uplink.status(), now=time.time()), auto_refresh=False) as live:
+            with Live(render(uplink.status()), auto_refresh=False) as live:
                 while True:
                     time.sleep(REFRESH_S)
-                    live.update(render(uplink.status(), now=time.time()), refresh=True)
+                    live.update(render(uplink.status()), refresh=True)
     finally:
         uplink.close()
 
 
-def render(status: Mapping[str, Any], *, now: float) -> Group:
-    """A run's status as a headline, the window's reason, and tables of members and versions."""
-    window = status["window"]
+def render(status: Mapping[str, Any]) -> Group:
+    """A run's status as a headline, the window's reason, and tables of members and versions; ages by the coordinator's clock."""
+    window, now = status["window"], status["at"]
     newest = status["version"]
     headline = f"run {status['run']}   version {newest if newest >= 0 else 'none yet'}"
     if status["finished"]:

@@ -295,12 +295,12 @@ def fetch(parent: Parent, version: int, layout: Layout) -> Tensor:
     return weights
 
 
-def run_node(config: FleetConfig, *, name: str, index: int = 0, count: int = 1) -> None:
+def run_node(config: FleetConfig, *, name: str) -> None:
     """``fleetddp edge``: run one node until the run is finished, or SIGTERM ends it; both return. Ctrl-C raises."""
     if config.task is None:
         raise ConfigError("task: an edge node needs a Task; give task.target in the fleet file")
     parent = Uplink(config.coordinator.address, config.security, node=name, run=config.run, patience=patience(config))
-    serve(EdgeNode(config, load(config.task), parent, name=name, index=index, count=count))
+    serve(EdgeNode(config, load(config.task), parent, name=name))
 
 
 def patience(config: FleetConfig) -> Patience:

@@ -68,6 +68,12 @@ def test_a_wrong_argument_is_exit_2(run: Any) -> None:
     assert run("nonsense")[0] == 2
 
 
+def test_json_once_and_tables_again_and_again_are_two_things(run: Any) -> None:
+    code, _, err = run("status", "127.0.0.1:1", "--json", "--watch")
+    assert code == 2
+    assert "give one of them" in err
+
+
 def test_nobody_there_is_exit_3(run: Any) -> None:
     code, out, err = run("status", f"127.0.0.1:{free_port()}")
     assert (code, out) == (3, "")
@@ -94,6 +100,7 @@ def test_the_tables_show_who_is_behind_and_what_was_measured() -> None:
     version = {"number": 7, "published_at": 40.0, "updates": 4, "reason": "deadline", "metrics": {"loss": 0.5}}
     status = {
         "run": "r-1",
+        "at": 100.0,
         "version": 7,
         "finished": "",
         "window": {"reason": "waiting for a quorum"},
@@ -103,7 +110,7 @@ def test_the_tables_show_who_is_behind_and_what_was_measured() -> None:
         "counters": {"accepted": 9, "merged": 8, "refused": {"NOT_FINITE": 2}},
     }
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(render(status, now=100.0))
+    console.print(render(status))
     rows = [line.replace("│", " ").split() for line in console.export_text().splitlines()]
     assert ["pi", "edge", "3", "s", "ago", "2", "3", "1", "2.00"] in rows
     assert ["old", "edge", "gone", "-", "3", "1", "2.00"] in rows
