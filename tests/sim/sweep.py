@@ -32,7 +32,7 @@ AGAIN = 8  # one seed of so many is run by two processes, which order their sets
 
 def replay(seed: int) -> str:
     """The command that runs one scenario again."""
-    return f"python tests/sim/sweep.py --seed {seed}"
+    return f'make sweep ARGS="--seed {seed}"'
 
 
 def shares(first: int, count: int, processes: int) -> list[list[int]]:

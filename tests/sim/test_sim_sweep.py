@@ -13,14 +13,13 @@ from helpers import sweeping
 from fleetddp.common.intake import Intake
 
 SWEEP = Path(__file__).with_name("sweep.py")
-REPLAY = f"python tests/sim/{SWEEP.name} --seed"
 
 
 @pytest.mark.parametrize("tens", range(10))
 def test_every_invariant_holds_whatever_goes_wrong(tens: int) -> None:
     for seed in range(10 * tens, 10 * tens + 10):
         outcome = sweeping.run(seed)
-        assert not outcome.wrong, f"{outcome.wrong}\n    {REPLAY} {seed}"
+        assert not outcome.wrong, f'{outcome.wrong}\n    make sweep ARGS="--seed {seed}"'
 
 
 def test_the_scenarios_have_faults_of_every_kind() -> None:
