@@ -36,7 +36,7 @@ PARTS = 200  # of a run, for its progress
 
 @contextlib.contextmanager
 def _few_collections() -> Iterator[None]:
-    """Millions of objects come and go, next to none of them in cycles: looking for those takes a quarter of the time otherwise."""
+    """Millions of objects come and go, next to none of them in cycles: to look for those would take a quarter of the time."""
     before = gc.get_threshold()
     gc.set_threshold(200_000, 20, 50)
     try:
@@ -64,6 +64,8 @@ class Simulation:
     ``loop``, ``network``, ``root``, ``world`` and ``members`` (by name) may be used before ``run``, to schedule a crash
     for instance. The invariants of design §11 are checked all the time (``invariants``).
     """
+
+    root_type: type[SimRoot] = SimRoot
 
     def __init__(
         self,
@@ -97,7 +99,8 @@ class Simulation:
         self.invariants = Invariants(config, self.loop.stop)
         observer = Observers(self.timeline, self.invariants, *observers)
         root = scenario.root
-        self.root = SimRoot(config, store, self.loop, self.network, observer, disk_s=root.disk_s, merge_s=root.merge_s)
+        times = {"disk_s": root.disk_s, "merge_s": root.merge_s}
+        self.root = self.root_type(config, store, self.loop, self.network, observer, **times)
         self.world = World(
             config=config,
             loop=self.loop,
