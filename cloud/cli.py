@@ -99,6 +99,23 @@ def demo(
     raise typer.Exit(run_demo(out, seed=seed))
 
 
+@app.command(epilog="Example: fleetddp simulate scenario.yaml --compare sync,semi_sync --out runs/simulation")
+def simulate(
+    scenario: Annotated[Path, typer.Argument(metavar="SCENARIO.YAML", help="The scenario file.", show_default=False)],
+    compare: Annotated[
+        str, typer.Option(metavar="NAME,NAME", help="Policies: of the scenario, or presets such as sync.", show_default=False)
+    ] = "",
+    seed: Annotated[int | None, typer.Option(help="Instead of the scenario's.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for events, summary and page.", show_default=False)] = None,
+    json: Json = False,
+) -> None:
+    """Run a whole fleet in virtual time, under one policy or several."""
+    from fleetddp.cloud.simulate import simulate
+
+    names = [name.strip() for name in compare.split(",") if name.strip()]
+    simulate(scenario, compare=names, seed=seed, out=out, as_json=json)
+
+
 def _load(path: Path, *, insecure: bool = False, listen: str = "") -> FleetConfig:
     """The fleet file with the command line's changes."""
     from fleetddp.common.config import load

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from fleetddp.common.errors import Reason
 from fleetddp.common.events import Effect, Ended, Event, Merge, Persist, Published, Say
 from fleetddp.common.update import Tier, Update, UpdateId, Version
+from fleetddp.edge.sim.assertions import Assertions
 from fleetddp.edge.sim.calls import Network
 from fleetddp.edge.sim.observer import Observer
 
@@ -91,7 +92,7 @@ class Totals:
     refused: Counter[str] = field(default_factory=Counter)  # by reason, calls too
 
 
-class Timeline(Observer):
+class Timeline(Observer, Assertions):
     """An observer that writes it all down; ``log`` gets one JSON object a line. ``evaluate`` measures a version."""
 
     def __init__(

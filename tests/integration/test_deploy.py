@@ -13,11 +13,14 @@ from helpers.fleet import fleet_config, free_port, on_port, running, write
 
 from fleetddp.common.config import load
 from fleetddp.common.outer import OuterOptimizer
+from fleetddp.edge.sim.scenario import load as load_scenario
+from fleetddp.edge.sim.scenario import with_policy
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(p for p in ROOT.glob("deploy/**/*.sh"))
 UNITS = sorted(ROOT.glob("deploy/systemd/*.service"))
-EXAMPLES = sorted(ROOT.glob("deploy/examples/*.yaml"))
+SCENARIO = ROOT / "deploy/examples/scenario.yaml"
+EXAMPLES = sorted(set(ROOT.glob("deploy/examples/*.yaml")) - {SCENARIO})
 
 
 def test_there_is_something_to_test() -> None:
@@ -53,6 +56,16 @@ def test_fleet_files_are_valid(example: Path) -> None:
     OuterOptimizer(config.outer)
     assert config.members.sites
     assert config.security.ca is not None, "an example for real machines is secure"
+
+
+def test_the_scenario_is_valid_under_each_policy_that_it_is_meant_for() -> None:
+    scenario = load_scenario(SCENARIO)
+    assert {(section.count, section.tier.value) for section in scenario.populations.values()} == {(500, "edge"), (1, "site")}
+    for policy in ("sync", "semi_sync", "fedbuff", "async"):
+        config = with_policy(scenario, policy).fleet
+        assert config.window.preset == policy
+        assert config.until.metric == "accuracy"
+        assert config.task is not None
 
 
 @pytest.mark.parametrize(("script", "arguments"), [("one-node.sh", 2), ("two-node.sh", 4)])
