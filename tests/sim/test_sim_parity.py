@@ -11,7 +11,7 @@ from helpers.synthetic import SyntheticSimulation
 from helpers.wire_root import WireRoot, gates
 
 from fleetddp.common.events import Offer
-from fleetddp.common.transport import wire
+from fleetddp.common.transport import offers
 from fleetddp.common.update import Version
 from fleetddp.edge.sim.durable import FOLDER
 from fleetddp.edge.sim.scenario import Scenario, parse
@@ -107,14 +107,14 @@ def test_what_the_wire_changes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     chosen = scenario(0)
     heap = SyntheticSimulation(chosen)
     heap.run()
-    unpack = wire.unpack_offer
+    unpack = offers.unpack
 
     def heavier(message: Any) -> Offer:
         offer = unpack(message)
         own = offer.header.update_id.node == "gateways-0"
         return replace(offer, slice=replace(offer.slice, samples=offer.slice.samples * 2)) if own else offer
 
-    monkeypatch.setattr(wire, "unpack_offer", heavier)
+    monkeypatch.setattr(offers, "unpack", heavier)
     assert versions(over_grpc(chosen)[0]) != versions(heap)
 
 
