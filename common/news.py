@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from fleetddp.common.events import News
 from fleetddp.common.update import Receipt, UpdateId
@@ -25,8 +24,8 @@ class Watcher:
         for receipt in news.receipts:
             self._receipts.pop(receipt.update_id, None)
             self._receipts[receipt.update_id] = receipt
-        while len(self._receipts) > MAX_RECEIPTS:
-            del self._receipts[next(iter(self._receipts))]
+            if len(self._receipts) > MAX_RECEIPTS:
+                del self._receipts[next(iter(self._receipts))]
         self._news = news
         self._notify()
 
@@ -36,4 +35,4 @@ class Watcher:
         if news is None:
             return None
         receipts, self._receipts = tuple(self._receipts.values()), {}
-        return replace(news, receipts=receipts)
+        return News(version=news.version, receipts=receipts, finished=news.finished, closes_at=news.closes_at)

@@ -27,8 +27,8 @@ def scenario(devices: int, hours: float) -> dict[str, Any]:
         "seed": 1,
         "horizon_s": hours * HOUR_S,
         "fleet": {
-            "members": {"sites": ["site-0"], "heartbeat_s": 240, "lease_s": 600, "stall_s": 60},
-            "window": {"preset": "semi_sync", "deadline_s": 1800},
+            "members": {"sites": ["site-0"], "heartbeat_s": 180, "lease_s": 450, "stall_s": 60},
+            "window": {"preset": "periodic", "deadline_s": 1800},
             "site": {"sync_every": 2000, "codec": "bfloat16"},
             "edge": {"codec": "int8"},
         },
