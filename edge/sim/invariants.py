@@ -355,6 +355,7 @@ class Invariants(Observer):
             and recovered.window_opened_at not in self._opened
         ):
             self.wrong("resume", now, f"the window opened at {self._opened[0]}; the journal says {recovered.window_opened_at}")
+        self._opened = (recovered.window_opened_at,)
         self._arriving.clear()
         self._decide_by = math.inf
         self._wait(now)
