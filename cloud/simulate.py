@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from fleetddp.edge.sim.scenario import Scenario, load, with_policy
 from fleetddp.edge.sim.simulator import Simulation
 from fleetddp.edge.sim.timeline import Row, Timeline
 
+FILE_WIDTH = 160  # of tables that go to no terminal
 LINES = 30  # of the table of windows: with more windows than that, a line stands for several
 COUNTS = ("arrived", "late", "stale", "refused", "dropped")
 
@@ -41,7 +43,7 @@ def simulate(path: Path, *, compare: Sequence[str], seed: int | None, out: Path 
     if as_json:
         print(json.dumps(result))
         return
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
     if len(runs) == 1:
         console.print(windows(next(iter(runs.values()))))
     console.print(comparison(figures))
@@ -91,9 +93,9 @@ def _progress(scenario: Scenario, names: Sequence[str], *, quiet: bool) -> Itera
 def windows(timeline: Timeline) -> Table:
     """One line for each window, or for several."""
     rows = timeline.rows
-    table = Table(box=SIMPLE_HEAD)
-    for column in ("version", "time", *COUNTS, "up", "down", "loss", "accuracy"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("version", "time", *COUNTS, "MiB up", "MiB down", "loss", "accuracy"):
+        table.add_column(column, justify="right")
     each = max(1, -(-len(rows) // LINES))
     for first in range(0, len(rows), each):
         table.add_row(*_line(rows[first : first + each]))
@@ -115,9 +117,18 @@ def _line(rows: Sequence[Row]) -> list[str]:
 def comparison(figures: Mapping[str, Mapping[str, Any]]) -> Table:
     """One line for each policy."""
     tiers = sorted({tier for one in figures.values() for tier in one["utilisation"]})
-    table = Table(box=SIMPLE_HEAD)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("policy")
-    for column in ("versions", "time", *COUNTS, "up", "down", "accuracy", "to target", *(f"{tier} busy" for tier in tiers)):
+    for column in (
+        "versions",
+        "time",
+        *COUNTS,
+        "MiB up",
+        "MiB down",
+        "accuracy",
+        "to target",
+        *(f"{tier} busy" for tier in tiers),
+    ):
         table.add_column(column, justify="right")
     for name, one in figures.items():
         reached = one["seconds_to_target"]
@@ -141,7 +152,7 @@ def clock(seconds: float) -> str:
 
 
 def _mib(size: int) -> str:
-    return f"{size / MIB:.1f} MiB"
+    return f"{size / MIB:.1f}"
 
 
 def _number(value: float | None) -> str:

@@ -30,6 +30,11 @@ class Inline:
         """See ``Engine``."""
         self._weights.pop(version, None)
 
+    @property
+    def held(self) -> list[int]:
+        """See ``Engine``."""
+        return sorted(self._weights)
+
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """See ``Engine``."""
         for job in jobs:
