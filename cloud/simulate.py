@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fleetddp.common.errors import ConfigError
+from fleetddp.common.errors import ConfigError, FleetError
 from fleetddp.edge.sim.report import MIB, page, summary, target
 from fleetddp.edge.sim.scenario import Scenario, load, with_policy
 from fleetddp.edge.sim.simulator import Simulation
 from fleetddp.edge.sim.timeline import Row, Timeline
+from fleetddp.edge.sim.violations import InvariantViolation
 
 FILE_WIDTH = 160  # of tables that go to no terminal
 LINES = 30  # of the table of windows: with more windows than that, a line stands for several
@@ -34,7 +35,7 @@ def simulate(path: Path, *, compare: Sequence[str], seed: int | None, out: Path 
     runs = {}
     with _progress(scenario, list(scenarios), quiet=as_json) as advance:
         for name, one in scenarios.items():
-            runs[name] = _run(name, one, out, advance)
+            runs[name] = _run(name, one, out, advance, again=_again(path, one, name if compare else ""))
     figures = {name: summary(timeline, target(scenario)) for name, timeline in runs.items()}
     result = {"scenario": str(path), "seed": scenario.seed, "policies": figures}
     if out is not None:
@@ -51,7 +52,12 @@ def simulate(path: Path, *, compare: Sequence[str], seed: int | None, out: Path 
         console.print(f"written to {out}: index.html, summary.json and the events of each policy", highlight=False)
 
 
-def _run(name: str, scenario: Scenario, out: Path | None, advance: Advance) -> Timeline:
+def _again(path: Path, scenario: Scenario, policy: str) -> str:
+    """The command that runs just this."""
+    return f"fleetddp simulate {path} --seed {scenario.seed}" + (f" --compare {policy}" if policy else "")
+
+
+def _run(name: str, scenario: Scenario, out: Path | None, advance: Advance, *, again: str) -> Timeline:
     with ExitStack() as stack:
         log = None
         if out is not None:
@@ -61,7 +67,10 @@ def _run(name: str, scenario: Scenario, out: Path | None, advance: Advance) -> T
             except OSError as error:
                 raise ConfigError(f"--out: cannot write to {out}: {error.strerror}") from error
         simulation = Simulation(scenario, log=log)
-        return simulation.run(progress=lambda virtual_s: advance(name, virtual_s, simulation.timeline))
+        try:
+            return simulation.run(progress=lambda virtual_s: advance(name, virtual_s, simulation.timeline))
+        except InvariantViolation as violation:
+            raise FleetError(f"an invariant does not hold under {name}:\n{violation}\nThis runs it again: {again}") from violation
 
 
 class Advance:

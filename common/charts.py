@@ -8,7 +8,7 @@ from html import escape
 from itertools import cycle, islice
 from typing import NamedTuple
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 300, 52, 12, 26, 34
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 300, 64, 16, 26, 34
 COLOURS = ("#1f6feb", "#d1741f", "#2a9d60", "#b03a8c", "#7a5cd0", "#8a8a2c")
 TICKS = 8  # about so many on an axis
 STYLE = """
@@ -56,7 +56,9 @@ class Axis:
 
     def label(self, value: float) -> str:
         """A number as people read it."""
-        return f"{value:.0%}" if self._percent else f"{value:.4g}"
+        if self._percent:
+            return f"{value:.0%}"
+        return f"{value:,.0f}" if self.step >= 1 else f"{value:.4g}"
 
     def x(self, value: float) -> float:
         """From the left of the drawing."""

@@ -37,7 +37,12 @@ def test_bars_are_as_tall_as_their_values() -> None:
 
 @pytest.mark.parametrize(
     ("most", "labels"),
-    [(0.0, "0 0.2 0.4 0.6 0.8 1"), (7.0, "0 1 2 3 4 5 6 7"), (9.0, "0 2 4 6 8"), (3600.0, "0 500 1000 1500 2000 2500 3000 3500")],
+    [
+        (0.0, "0 0.2 0.4 0.6 0.8 1"),
+        (7.0, "0 1 2 3 4 5 6 7"),
+        (9.0, "0 2 4 6 8"),
+        (3600.0, "0 500 1,000 1,500 2,000 2,500 3,000 3,500"),
+    ],
 )
 def test_an_axis_is_labelled_at_round_numbers(most: float, labels: str) -> None:
     axis = Axis(most)

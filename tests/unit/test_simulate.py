@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 from fleetddp.cloud.cli import app
 from fleetddp.cloud.simulate import LINES, clock, comparison, windows
-from fleetddp.common.errors import ConfigError
+from fleetddp.common.errors import ConfigError, FleetError
 from fleetddp.edge.sim.report import page, summary, target
 from fleetddp.edge.sim.scenario import Scenario, parse, with_policy
 from fleetddp.edge.sim.simulator import Simulation
 from fleetddp.edge.sim.timeline import Timeline
+from fleetddp.edge.sim.violations import InvariantViolation, Violation
 
 SMALL: dict[str, Any] = {
     "seed": 5,
@@ -97,6 +98,16 @@ def test_what_is_wrong_is_said(file: Path, arguments: list[str], message: str) -
     arguments = [argument.replace("FILE", str(file)) for argument in arguments]
     with pytest.raises(ConfigError, match=message):
         simulate(file, *arguments)
+
+
+def test_a_violation_says_how_to_see_it_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(self: Simulation, progress: object) -> Timeline:
+        raise InvariantViolation([Violation("gapless", 3.5, "version 4 follows version 2")])
+
+    monkeypatch.setattr(Simulation, "run", run)
+    with pytest.raises(FleetError, match="version 4 follows version 2") as caught:
+        simulate(file, "--compare", "sync,async", "--seed", 9)
+    assert str(caught.value).endswith(f"fleetddp simulate {file} --seed 9 --compare sync")
 
 
 # ---- figures ------------------------------------------------------------------------------------------------------------------
