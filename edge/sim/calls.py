@@ -125,8 +125,9 @@ class Network:
     def arrival(self, call: Call, up: bool) -> float:
         """When what is sent now arrives, if nothing happens to it."""
         path, now = call.caller.path, self._loop.now()
-        transfer = path.upload if up else path.download
-        return transfer(now, call.size) if call.size else path.message(now)
+        if not call.size:
+            return path.message(now)
+        return path.upload(now, call.size) if up else path.download(now, call.size)
 
     def _at_root(self, call: Call) -> None:
         if call.size:

@@ -44,6 +44,8 @@ class Cuts:
 
     def finish(self, start: float, seconds: float) -> float:
         """When something that needs ``seconds`` of an open link, begun at ``start``, is done."""
+        if not self._edges:
+            return start + seconds
         k = bisect_right(self._edges, start)
         if k % 2:  # begun during a cut
             start = self._edges[k]
