@@ -67,9 +67,8 @@ def main() -> None:
 
     merged = sum(row.arrived for row in timeline.rows)
     print(f"{given.devices} devices, {given.hours:g} h: {events} events in {seconds:.1f} s, {peak_mib:.0f} MiB at most")
-    print(
-        f"{len(timeline.rows)} versions of {merged} updates; {dict(timeline.totals.counts)}; refused {dict(timeline.totals.refused)}"
-    )
+    counts, refused = dict(timeline.totals.counts), dict(timeline.totals.refused)
+    print(f"{len(timeline.rows)} versions of {merged} updates; {counts}; refused {refused}")
     figures = {
         "events_per_s": round(events / seconds),
         "seconds_10k_devices_24h": round(seconds, 1),
