@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 FILES  := $(shell git ls-files --cached --others --exclude-standard -- cloud common edge protos 2>/dev/null | sort | cksum | cut -d' ' -f1)
 STAMP  := $(VENV)/.installed-$(FILES)
 
-.PHONY: help demo test check sweep wheel bench protos clean
+.PHONY: help demo test check sweep wheel bench bench-sim protos clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -31,8 +31,11 @@ sweep: $(STAMP)  ## A thousand simulated fleets in which everything goes wrong (
 wheel: $(STAMP)  ## Build a wheel and run it in a clean virtual environment, outside the checkout
 	PYTHON=$(PYTHON) deploy/wheel-check.sh
 
-bench: $(STAMP)  ## The benchmarks of tests/bench, one after another; the last line of each is its figures as JSON
-	for script in tests/bench/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+bench: $(STAMP)  ## The benchmarks of a real fleet (tests/bench); the last line of each is its figures as JSON
+	set -e; for name in startup step_overhead ingest recovery; do echo "== $$name"; $(BIN)/python tests/bench/$$name.py; done
+
+bench-sim: $(STAMP)  ## The benchmarks of the simulator; peers run where tests/bench/peers/setup.sh installed them
+	set -e; for name in sim_timing sim_training policies; do echo "== $$name"; $(BIN)/python tests/bench/$$name.py; done
 
 protos:  ## Generate the stubs of protos/fleet.proto again
 	PYTHON=$(PYTHON) deploy/protos.sh
