@@ -13,12 +13,14 @@ from typing import Any
 class Proxy:
     """Forwards connections to ``target`` (a port on loopback).
 
-    Each new connection takes the next of ``budgets``, (bytes up, bytes down), and is cut when either is spent; None: no end.
+    Each new connection takes the next of ``budgets``, (bytes up, bytes down); when either is spent it is cut, or carries nothing
+    more that way if ``silent``. None: no end.
     """
 
     def __init__(self, target: int) -> None:
         self.target = target
         self.budgets: deque[tuple[int | None, int | None]] = deque()
+        self.silent = False
         self.connections = 0
         self._frozen: set[socket.socket] = set()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -72,8 +74,10 @@ class Proxy:
                     data = data[:budget]
                     budget -= len(data)
                 sink.sendall(data)
-                if budget == 0:
+                if budget == 0 and not self.silent:
                     break
+                if budget == 0:
+                    self._frozen.add(source)
         _cut(source, sink)
 
 

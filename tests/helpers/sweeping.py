@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from fleetddp.edge.sim.scenario import Scenario, parse
@@ -118,9 +120,9 @@ def simulation(seed: int, **options: Any) -> Simulation:
 def run(seed: int, **options: Any) -> Outcome:
     """Run one scenario; what it finds wrong is in the outcome."""
     made, wrong = simulation(seed, **options), ""
-    logging.getLogger("fleetddp").setLevel(logging.CRITICAL)  # a storm of refusals is what is wanted
     try:
-        made.run()
+        with _quiet():
+            made.run()
     except InvariantViolation as violation:
         wrong = str(violation)
     except Exception as error:  # whatever it is, it belongs to this seed
@@ -129,6 +131,18 @@ def run(seed: int, **options: Any) -> Outcome:
     return Outcome(
         seed, made.invariants.fingerprint, made.invariants.version, made.loop.handled, made.root.starts, refused, wrong
     )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the log: a storm of refusals is what is wanted."""
+    log = logging.getLogger("fleetddp")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def is_timing(seed: int) -> bool:

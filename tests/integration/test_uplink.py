@@ -333,13 +333,9 @@ def test_a_fault_of_the_sink_is_the_callers(server: Serving, dial: Callable[...,
 
 def test_a_stalled_pull_goes_on_over_a_new_connection(proxy: Proxy, dial: Callable[..., Uplink]) -> None:
     sink = Gathered()
-
-    def freezing(offset: int, data: memoryview) -> None:
-        if not sink.offsets:
-            proxy.freeze()
-        sink(offset, data)
-
-    dial(proxy.address, Patience(stall_s=0.2, give_up_s=WAIT_S, retry_s=0.01)).pull(5, (), freezing)
+    proxy.silent = True
+    proxy.budgets.append((None, len(PAYLOAD) // 2))
+    dial(proxy.address, Patience(stall_s=0.2, give_up_s=WAIT_S, retry_s=0.01)).pull(5, (), sink)
     assert bytes(sink.data) == PAYLOAD
     assert sink.once() == [(0, len(PAYLOAD))]
     assert proxy.connections == 2
