@@ -11,6 +11,7 @@ from the version it holds, or from the newest.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import signal
 import threading
@@ -39,6 +40,7 @@ from fleetddp.edge.trainer import TRAINERS, Work
 
 log = logging.getLogger(__name__)
 
+LAST_BATCH_S = 5.0  # that a node which was told to stop has to end by itself
 POLL_S = 0.5  # how long at most until the node looks around again while it waits
 CUT_OFF = 2.0  # heartbeats without an answer until the node counts itself as cut off
 DAMAGED = frozenset({Reason.BAD_CHECKSUM, Reason.TRUNCATED, Reason.OUT_OF_ORDER})  # what arrived was not what was meant
@@ -309,19 +311,43 @@ def patience(config: FleetConfig) -> Patience:
 
 
 def serve(node: EdgeNode) -> None:
-    """Run a node in the main thread of a process of its own: SIGTERM ends it as Ctrl-C does, but is no failure."""
+    """Run a node as a process of its own: SIGTERM ends it as Ctrl-C does, but is no failure.
+
+    The node lives in a thread: a signal strikes the main thread wherever it is, and must never find it holding a lock.
+    """
+    outcome: list[str | BaseException] = []
+    life = threading.Thread(target=_live, args=(node, outcome), name="edge-node", daemon=True)
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
-        reason = node.run()
-        log.info("the run is finished: %s", reason)
-    except _Terminated:
+        life.start()
+        while life.is_alive():
+            life.join(POLL_S)
+    except (_Terminated, KeyboardInterrupt) as struck:
+        node.stop()
+        life.join(LAST_BATCH_S)
+        if life.is_alive():  # in a long batch; the outbox withstands this, torch would not withstand a tidy exit
+            logging.shutdown()
+            os._exit(130 if isinstance(struck, KeyboardInterrupt) else 0)
+        if isinstance(struck, KeyboardInterrupt):
+            raise
         log.info("stopped by SIGTERM; what is not delivered is in the outbox")
+        return
     finally:
         signal.signal(signal.SIGTERM, previous)
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    log.info("the run is finished: %s", outcome[0])
+
+
+def _live(node: EdgeNode, outcome: list[str | BaseException]) -> None:
+    try:
+        outcome.append(node.run())
+    except BaseException as error:
+        outcome.append(error)
 
 
 class _Terminated(BaseException):
-    """SIGTERM, like KeyboardInterrupt: it ends the main thread wherever it is. The outbox withstands worse."""
+    """SIGTERM, like KeyboardInterrupt: it ends the main thread's wait."""
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -355,3 +357,31 @@ def test_importing_the_edge_costs_next_to_nothing() -> None:
     code = "import sys, fleetddp.edge; print(sorted({'torch', 'grpc', 'sklearn', 'pydantic'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+class Idle:
+    """A node that does nothing but wait to be stopped."""
+
+    def __init__(self) -> None:
+        self.lives_in: list[threading.Thread] = []
+        self.stopped = threading.Event()
+
+    def run(self) -> str:
+        self.lives_in.append(threading.current_thread())
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert self.stopped.wait(30)
+        return ""
+
+    def stop(self) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        self.stopped.set()
+
+
+def test_a_signal_never_strikes_the_thread_that_holds_the_locks() -> None:
+    """Raised inside ``Condition.wait`` it left a lock taken, and the node waited for it for ever."""
+    node = Idle()
+    before = signal.getsignal(signal.SIGTERM)
+    serve(node)  # type: ignore[arg-type]
+    assert node.stopped.is_set()
+    assert node.lives_in != [threading.main_thread()]
+    assert signal.getsignal(signal.SIGTERM) is before
