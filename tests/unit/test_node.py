@@ -25,6 +25,7 @@ from fleetddp.common.layout import Layout
 from fleetddp.common.transport import Sink
 from fleetddp.common.update import Kind, State, UpdateHeader, Version
 from fleetddp.edge import EdgeNode
+from fleetddp.edge.node import serve
 
 START = torch.tensor([1.0, 1.0])
 LAYOUT = Layout.from_module(LineTask().model())
