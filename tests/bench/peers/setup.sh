@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The peers of sim_training.py, each in a virtual environment of its own: tests/bench/peers/setup.sh [DIRECTORY] (about 3 GB).
+# The peers of sim_training.py and diloco.py, each in an environment of its own: tests/bench/peers/setup.sh [DIRECTORY] (about 4 GB).
 set -euo pipefail
 directory=${1:-"$(dirname "$0")"}
 torch=${TORCH:-torch==2.13.0}  # the same for all arms; installed first, so that no other build comes with a peer
@@ -12,3 +12,4 @@ install() { # NAME PACKAGE
 
 install pfl "pfl==0.6.0"
 install flwr "flwr[simulation]==1.42.0"
+install torchft "torchft==0.2.0"
