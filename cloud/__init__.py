@@ -12,12 +12,13 @@ import fleetddp.common  # noqa: F401  its first act (see common/fork.py) must co
 if TYPE_CHECKING:
     from fleetddp.cloud.checkpoint import Checkpoint as Checkpoint
     from fleetddp.cloud.ddp import FleetDDP as FleetDDP
+    from fleetddp.cloud.hierarchy import register_hierarchy as register_hierarchy
 
-__all__ = ["Checkpoint", "FleetDDP"]
+__all__ = ["Checkpoint", "FleetDDP", "register_hierarchy"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``FleetDDP`` and ``Checkpoint`` when they are asked for (PEP 562)."""
+    """Import what is asked for (PEP 562)."""
     if name == "FleetDDP":
         from fleetddp.cloud.ddp import FleetDDP
 
@@ -26,4 +27,8 @@ def __getattr__(name: str) -> Any:
         from fleetddp.cloud.checkpoint import Checkpoint
 
         return Checkpoint
+    if name == "register_hierarchy":
+        from fleetddp.cloud.hierarchy import register_hierarchy
+
+        return register_hierarchy
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
