@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from fleetddp.common.errors import FleetError, Reason, Refused, Unreachable
-from fleetddp.common.events import Heartbeat, Join, Joined
+from fleetddp.common.events import Heard, Heartbeat, Join, Joined, News
 from fleetddp.common.transport import MEMBER_REASONS, Parent
 from fleetddp.common.transport.backoff import Backoff
 from fleetddp.common.update import NO_VERSION, Receipt, UpdateId
@@ -27,8 +27,9 @@ class Session:
     """Keeps ``join.node`` a member of the fleet from ``start`` to ``stop``. All methods may be called from any thread.
 
     ``open_updates`` names the updates whose fate is not known yet; every join and heartbeat asks about them. ``on_receipt`` gets
-    the answers, and those that come as news, one at a time, from the session's threads; it may get the same one twice. What
-    either raises ends the session. The parent stays the caller's: close it after ``stop``, which also ends the news stream.
+    the answers, and those that come as news, one at a time, from the session's threads; it may get the same one twice.
+    ``on_word`` gets every answer and news as a whole, after its receipts. What any of them raises ends the session. The parent
+    stays the caller's: close it after ``stop``, which also ends the news stream.
     """
 
     def __init__(
@@ -38,12 +39,14 @@ class Session:
         *,
         open_updates: Callable[[], Sequence[UpdateId]] = tuple,
         on_receipt: Callable[[Receipt], None] = lambda receipt: None,
+        on_word: Callable[[Joined | Heard | News], None] = lambda word: None,
         rng: random.Random | None = None,
         retry_cap_s: float = 1.0,
     ) -> None:
         self.base_version = NO_VERSION  # what the member trains from; heartbeats tell it
+        self.leaves = join.leaves  # of a region: how many leaf members stand behind it; heartbeats tell it
         self._parent, self._join = parent, join
-        self._open_updates, self._on_receipt = open_updates, on_receipt
+        self._open_updates, self._on_receipt, self._on_word = open_updates, on_receipt, on_word
         self._rng, self._retry_cap_s = rng or random.Random(), retry_cap_s
         self._changed = threading.Condition()  # guards all below
         self._first: Joined | None = None
@@ -53,11 +56,13 @@ class Session:
         self._heard_at = time.monotonic()
         self._finished = ""
         self._closes_at = 0.0
+        self._steps = 0
         self._failure: Exception | None = None
         self._stopped = False
         self._due = False  # a heartbeat is wanted at once
         self._metrics: dict[int, Mapping[str, float]] = {}  # to report, by the version they are of
         self._delivery = threading.Lock()  # one receipt at a time
+        self._leaving = threading.Lock()  # taken by ``stop``
 
     # ---- what the member asks ------------------------------------------------------------------------------------------------
 
@@ -99,6 +104,11 @@ class Session:
         return self._closes_at
 
     @property
+    def steps(self) -> int:
+        """Local steps that the parent wants in the next unit of work; 0: it leaves that to the member."""
+        return self._steps
+
+    @property
     def finished(self) -> str:
         """Why the run is over; empty while it goes on."""
         return self._finished
@@ -108,6 +118,11 @@ class Session:
         """What ended the session: a refusal for good, or a fault of ours; None while it lives."""
         return self._failure
 
+    def hurry(self) -> None:
+        """Send the next heartbeat at once."""
+        with self._changed:
+            self._hurry()
+
     def report(self, metrics: Mapping[str, float], version: int = NO_VERSION) -> None:
         """Tell the parent of metrics evaluated on ``version`` at once; of metrics of training (no version), by and by."""
         with self._changed:
@@ -116,7 +131,14 @@ class Session:
                 self._hurry()
 
     def stop(self, *, leave: bool) -> None:
-        """End the session without waiting for its threads; ``leave`` tells the parent that the member will not come back."""
+        """End the session without waiting for its threads; ``leave`` tells the parent that the member will not come back.
+
+        Whoever calls it again meanwhile waits too: the parent may be closed when it returns.
+        """
+        with self._leaving:
+            self._stop(leave)
+
+    def _stop(self, leave: bool) -> None:
         with self._changed:
             if self._stopped:
                 return
@@ -155,15 +177,16 @@ class Session:
 
     def _enter(self) -> float:
         """Join; returns the time to the next heartbeat."""
-        joined = self._parent.join(replace(self._join, open=tuple(self._open_updates())))
+        joined = self._parent.join(replace(self._join, open=tuple(self._open_updates()), leaves=self.leaves))
         self._join = replace(self._join, run=joined.run)
         self._deliver(joined.receipts)
+        self._on_word(joined)
         with self._changed:
             self._member = True
             self._heard_at = time.monotonic()
             self._first = self._first or joined
             self._version = joined.version  # even an older one: a parent restored from a backup
-            self._heartbeat_s = joined.heartbeat_s
+            self._heartbeat_s, self._steps = joined.heartbeat_s, joined.steps
             self._finished = self._finished or joined.finished
             self._changed.notify_all()
         return self._heartbeat_s
@@ -180,7 +203,7 @@ class Session:
             open=tuple(self._open_updates()),
             metrics=metrics,
             metrics_version=version,
-            leaves=self._join.leaves,
+            leaves=self.leaves,
         )
         try:
             heard = self._parent.heartbeat(heartbeat)
@@ -189,7 +212,8 @@ class Session:
                 self._reported(version, metrics)
             raise
         self._reported(version, metrics)
-        self._learn(heard.version, heard.receipts, heard.finished, heard.closes_at)
+        self._steps = heard.steps
+        self._learn(heard)
         return self._heartbeat_s * self._rng.uniform(0.8, 1.0)
 
     def _reported(self, version: int, metrics: Mapping[str, float]) -> None:
@@ -222,7 +246,7 @@ class Session:
                 return
             try:
                 for news in self._parent.watch(self._join.node, self._join.incarnation, self._version):
-                    self._learn(news.version, news.receipts, news.finished, news.closes_at)
+                    self._learn(news)
                     backoff.reset()
                     if self._is_over():
                         return
@@ -248,13 +272,14 @@ class Session:
                 self._failure = self._failure or error
                 self._changed.notify_all()
 
-    def _learn(self, version: int, receipts: Sequence[Receipt], finished: str, closes_at: float) -> None:
-        self._deliver(receipts)  # first: who is woken by a new version knows by then what is in it
+    def _learn(self, word: Heard | News) -> None:
+        self._deliver(word.receipts)  # first: who is woken by a new version knows by then what is in it
+        self._on_word(word)
         with self._changed:
             self._heard_at = time.monotonic()
-            self._version = max(self._version, version)
-            self._finished = self._finished or finished
-            self._closes_at = closes_at or self._closes_at
+            self._version = max(self._version, word.version)
+            self._finished = self._finished or word.finished
+            self._closes_at = word.closes_at or self._closes_at
             self._changed.notify_all()
 
     def _deliver(self, receipts: Sequence[Receipt]) -> None:

@@ -315,6 +315,23 @@ def test_joining_a_finished_run(parent: ScriptedParent, begin: Callable[..., Ses
     assert session.wait_version(8, WAIT_S) == 9
 
 
+def test_a_second_stop_waits_for_the_first_to_take_leave(parent: ScriptedParent, begin: Callable[..., Session]) -> None:
+    parent.answer("join", joined(3))
+    session = begin()
+    session.joined(WAIT_S)
+    first = threading.Thread(target=session.stop, kwargs={"leave": True})
+    first.start()
+    parent.asked("leave")
+    second = threading.Thread(target=session.stop, kwargs={"leave": True})
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()  # its caller would close the parent under the first one's leave
+    parent.answer("leave", None)
+    for stopping in (first, second):
+        stopping.join(WAIT_S)
+        assert not stopping.is_alive()
+
+
 def test_stop_takes_leave_once_and_delivers_nothing_afterwards(parent: ScriptedParent, begin: Callable[..., Session]) -> None:
     parent.answer("join", joined(3))
     parent.answer("leave", None)
