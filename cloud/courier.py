@@ -42,12 +42,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """One rank's stream of an update."""
+    """One rank's stream of an update. ``payload`` gives its bytes; it is the courier's thread that calls it, once."""
 
     header: UpdateHeader
     intervals: tuple[Interval, ...]
     samples: float
-    payload: memoryview
+    payload: Callable[[], memoryview]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +125,10 @@ class Courier:
                     self._rendezvous.fail("", f"{type(error).__name__}: {error}")
 
     def _push(self, parcel: Parcel) -> None:
-        digest = google_crc32c.value(np.frombuffer(parcel.payload, np.uint8))  # it takes no memoryview
+        payload = parcel.payload()
+        digest = google_crc32c.value(np.frombuffer(payload, np.uint8))  # it takes no memoryview
         cut = Slice(intervals=parcel.intervals, samples=parcel.samples, digest=digest)
-        receipt = self._persist(lambda: self._parent.push(parcel.header, cut, parcel.payload))
+        receipt = self._persist(lambda: self._parent.push(parcel.header, cut, payload))
         tally = f"/{parcel.header.update_id.sequence}"
         if receipt.state is State.REFUSED:
             reason = Reason(receipt.reason)

@@ -37,7 +37,8 @@ class FleetDDP(DistributedDataParallel):
 
     ``coordinator``: HOST:PORT (default: ``FLEETDDP_COORDINATOR``), or a function that connects a node name to a ``Parent``.
     ``site``: this site's node name (default: ``FLEETDDP_NODE``, else the torchrun job's id or the host name).
-    ``sync_every``, ``codec``, ``uplink``, ``wait_s``, ``buffers``: as in the fleet file's ``site`` section (``SiteConfig``).
+    ``sync_every``, ``codec``, ``uplink``, ``wait_s``, ``overlap``, ``adopt_every``, ``warmup_sync_steps``, ``buffers``: as in the
+    fleet file's ``site`` section (``SiteConfig``).
     ``tier``: "edge" for a group of gateway devices that joins as one edge member, and never founds a run.
     ``run``: refuse to take part in another run. ``security``: default ``FLEETDDP_CA``, ``_CERT``, ``_KEY`` or ``_INSECURE``.
     ``optimizer``: one or several; only needed where they should not be found by themselves.
@@ -56,6 +57,9 @@ class FleetDDP(DistributedDataParallel):
         codec: str = SiteConfig.model_fields["codec"].default,
         uplink: str = SiteConfig.model_fields["uplink"].default,
         wait_s: float | None = None,
+        overlap: str = SiteConfig.model_fields["overlap"].default,
+        adopt_every: int = SiteConfig.model_fields["adopt_every"].default,
+        warmup_sync_steps: int = SiteConfig.model_fields["warmup_sync_steps"].default,
         buffers: str = SiteConfig.model_fields["buffers"].default,
         tier: str = "site",
         run: str = "",
@@ -64,6 +68,7 @@ class FleetDDP(DistributedDataParallel):
         **kwargs: Any,
     ) -> None:
         settings = {"sync_every": sync_every, "codec": codec, "uplink": uplink, "wait_s": wait_s, "buffers": buffers}
+        settings |= {"overlap": overlap, "adopt_every": adopt_every, "warmup_sync_steps": warmup_sync_steps}
         config = parse({"site": settings, **({"run": run} if run else {})}, source="FleetDDP")
         member = Member(
             node=_node(site),

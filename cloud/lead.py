@@ -27,7 +27,10 @@ _log = logging.getLogger(__name__)
 
 
 class Lead:
-    """The orders of one site of ``ranks``. ``pushers`` of them have a slice to push, ``carriers`` can reach the parent."""
+    """The orders of one site of ``ranks``. ``pushers`` of them have a slice to push, ``carriers`` can reach the parent.
+
+    ``carry``: the site trains on while an update travels, and keeps what it learns meanwhile when it adopts a version.
+    """
 
     def __init__(
         self,
@@ -39,10 +42,11 @@ class Lead:
         ranks: int,
         pushers: int,
         carriers: int,
+        carry: bool = False,
     ) -> None:
         self.session = session
         self._parent, self._rendezvous, self._courier = parent, rendezvous, courier
-        self._ranks, self._pushers, self._carriers = ranks, pushers, carriers
+        self._ranks, self._pushers, self._carriers, self._carry = ranks, pushers, carriers, carry
         self._run = ""
         self._base = NO_VERSION
         self._sequence = 0  # of the last update
@@ -55,10 +59,11 @@ class Lead:
         self._pulling: Order | None = None
         self._finished_at: float | None = None
 
-    def opening(self, layout: Layout, codec: str, tier: Tier, base: int, run: str) -> Iterator[Order]:
+    def opening(self, layout: Layout, codec: str, tier: Tier, base: int, run: str, awaiting: bool = False) -> Iterator[Order]:
         """Found the fleet if it has no weights yet, or else adopt its newest version unless the site holds it.
 
-        ``base`` and ``run``: the version that the site resumes from and the run it is of, or ``NO_VERSION`` and empty.
+        ``base`` and ``run``: the version that the site resumes from and the run it is of, or ``NO_VERSION`` and empty;
+        ``awaiting``: an update based on it was on its way then.
         """
         try:
             joined = self._await_joined(layout)
@@ -72,6 +77,7 @@ class Lead:
             if NO_VERSION < joined.version < base:
                 raise Refused(Reason.FUTURE_BASE, f"the checkpoint is of version {base}, run {run!r} is at {joined.version}")
             self._base = self._sent_at = min(base, joined.version)
+            self._held = awaiting
             self._max_staleness = joined.max_staleness
             if joined.wants_init and tier is Tier.SITE:
                 yield self._send("init")
@@ -82,10 +88,26 @@ class Lead:
         else:
             yield self._go()
 
-    def orders(self, wait_s: float | None) -> Iterator[Order]:
-        """Those of one boundary: at most ``wait_s`` for a version newer than the site's base."""
+    def orders(self, wait_s: float | None, *, overlap: bool = False) -> Iterator[Order]:
+        """Those of one boundary: at most ``wait_s`` for a version newer than the site's base; if they ``overlap``, than that of
+        the last update.
+        """
         try:
-            yield from self._steer(wait_s, may_push=True)
+            yield from self._send_on(wait_s) if overlap else self._steer(wait_s, may_push=True)
+        except FleetError as error:
+            yield _failure(error)
+        else:
+            yield self._go()
+
+    def glance(self) -> Iterator[Order]:
+        """Those of a candidate step: what can be done without waiting."""
+        try:
+            self._raise_failure()
+            self._look_for_answers()
+            if self.session.finished:
+                yield from self._steer(None, may_push=False)
+            elif (order := self._next(at_once=False)) is not None:
+                yield order
         except FleetError as error:
             yield _failure(error)
         else:
@@ -127,6 +149,16 @@ class Lead:
                 _log.info("waiting for a version after %d since %.0f s (newest known: %d)", self._base, waited_s, newest)
                 remind_at += REMIND_S
 
+    def _send_on(self, wait_s: float | None) -> Iterator[Order]:
+        """Orders of a boundary that overlaps with training: adopt what is awaited, then send what was learnt, and no more."""
+        if self._held or self._refresh or self.session.finished:
+            for order in self._steer(wait_s, may_push=False):
+                yield order
+                if order.dropped:  # there is nothing to send
+                    return
+        if not (self._in_flight or self._refresh or self.session.finished):
+            yield self._send("push")
+
     def _send(self, do: Literal["init", "push"]) -> Order:
         self._sequence += 1
         self._sent_at = self._base
@@ -164,9 +196,11 @@ class Lead:
         if in_vain:
             return None
         dropped, forget = self._refresh, pull.version - self._sent_at > self._max_staleness
+        carry = self._carry and not dropped and self._base != NO_VERSION and not self.session.finished
         self._base, self._refresh, self._held = pull.version, False, False
         self.session.base_version = pull.version
-        return Order(do="adopt", version=pull.version, codec=self._courier.published, dropped=dropped, forget=forget)
+        codec = self._courier.published
+        return Order(do="adopt", version=pull.version, codec=codec, dropped=dropped, carry=carry, forget=forget)
 
     def _is_over(self) -> bool:
         """Whether the run has ended and nothing more is to be had of it."""

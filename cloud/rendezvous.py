@@ -29,8 +29,8 @@ class Order:
 
     ``init``: push your slice of the first weights, as update ``number``. ``push``: that of what you have learnt. ``pull``: fetch
     your slice of ``version``. ``adopt``: gather the slices of ``version`` and load them; what was learnt since the last update is
-    lost if ``dropped``, the codec's residual is too old to be sent if ``forget``. ``go``: train on; the run is over if
-    ``finished`` says why. ``fail``: raise.
+    lost if ``dropped``, added if ``carry``; the codec's residual is too old to be sent if ``forget``. ``go``: train on; the run is
+    over if ``finished`` says why. ``fail``: raise.
     """
 
     do: Do
@@ -38,6 +38,7 @@ class Order:
     number: int = 0  # of an update: its sequence; of a pull: tells it from a repeated one
     codec: str = ""  # of adopt: what the version is published in
     dropped: bool = False
+    carry: bool = False
     forget: bool = False
     run: str = ""  # of go: the run that the site is in
     finished: str = ""

@@ -16,10 +16,18 @@ The boundary contract; ``tests/integration/test_site_contract.py`` has one test 
                         ``lead.py``). No rank is in a collective while the network is awaited.
     how long it waits   ``wait_s`` for a newer version, None: as long as it takes. Then it trains on from where it is; a pull goes
                         on in the background, to be adopted at the next boundary.
+    overlap: steps      A boundary first adopts the version after the last update, if it has not been yet (waiting as above), then
+                        makes the next update, and waits for nothing more. While a version is awaited every ``adopt_every``-th
+                        counted step is a *candidate*: if all slices are there by then, it is adopted, and the local
+                        progress since the update is carried on (the equations: ``exchange.py``).
+    synchronous start   Until version ``warmup_sync_steps`` every counted step is a boundary, and none overlaps.
     refused             The update is dropped, the residual before it restored, the newest version adopted. A refusal that
                         would befall every update (layout, codec, identity, ...) is raised on all ranks. A site with values
                         that are not finite sends nothing and adopts the newest version.
     one rank fails      What it raises at a boundary, and that it closed alone, is raised on all ranks.
+    checkpoint          Anchor, residual and counts are part of it, at any step: what is behind an update that was on its way is
+                        not made again (the parent has it, or it is lost), what was learnt since is. A newer version is
+                        adopted at the restart, with ``overlap`` by carrying that on, else in its place.
     start               At the first training forward: rank 0 joins, waiting as long as it takes; the site founds the run
                         (each rank pushes its slice of the ``init``) or adopts the newest version.
     join()              Inside DDP's ``join`` boundaries are put off to its end (the join hook's ``post_hook``), where the
@@ -107,24 +115,40 @@ class Site:
         self._forgotten = 0  # orders before this one are no longer in the store
         self._steps = 0  # counted steps behind the next update
         self._seconds = 0.0  # spent on them
+        self._awaiting = False  # a version, after the last update
         self._trained_since = time.monotonic()
 
     # ---- what training calls --------------------------------------------------------------------------------------------------
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped; if this was the last one of a boundary step, exchange."""
-        if not self.counter.stepped(optimizer) or self.counter.at_most < self._config.sync_every:
+        """An optimizer has stepped; if this was the last one of a boundary step or a candidate, exchange."""
+        if not self.counter.stepped(optimizer):
             return
-        if self.started and not self.finished and not self._deferred() and self.counter.count >= self._config.sync_every:
-            self._boundary()
+        if self.counter.at_most >= self._sync_every:
+            if self._takes_part() and self.counter.count >= self._sync_every:
+                self._boundary()
+        elif self._overlaps and self._awaiting and self.counter.at_most % self._config.adopt_every == 0 and self._takes_part():
+            with self._together():
+                self._follow(self._lead.glance() if self._lead else None)
 
     def joined_again(self) -> None:
         """DDP's ``join`` has ended: the ranks may have made unequal numbers of steps; go on from the largest."""
         steps = torch.tensor([self.counter.count], dtype=torch.int64, device=self._device)
         dist.all_reduce(steps, dist.ReduceOp.MAX, group=self._group)
         self.counter.restart(int(steps.item()))
-        if self.started and not self.finished and self.counter.count >= self._config.sync_every:
+        if self.started and not self.finished and self.counter.count >= self._sync_every:
             self._boundary()
+
+    def _takes_part(self) -> bool:
+        return self.started and not self.finished and not self._deferred()
+
+    @property
+    def _sync_every(self) -> int:
+        return 1 if self.version < self._config.warmup_sync_steps else self._config.sync_every
+
+    @property
+    def _overlaps(self) -> bool:
+        return self._config.overlap == "steps" and self.version >= self._config.warmup_sync_steps
 
     def report(self, metrics: Mapping[str, float], version: int) -> None:
         """Tell the fleet of metrics of a version (``NO_VERSION``: of training). Only rank 0's are sent."""
@@ -190,10 +214,11 @@ class Site:
             if rank == 0:
                 self._lead = self._appoint(parent, self._courier, carriers=len(roster.carriers))
         base, run = (NO_VERSION, "") if self._restored is None else (self._restored[0]["version"], self._restored[0]["run"])
-        own = self._restore_residual()
+        self._take_up()
         lead = self._lead
-        self._follow(lead.opening(self.layout, self._codec.spec, self._member.tier, base, run) if lead else None)
-        self._take_up(base, own)
+        self._follow(lead.opening(self.layout, self._codec.spec, self._member.tier, base, run, self._awaiting) if lead else None)
+        if self.version == NO_VERSION:  # the checkpoint's is still the newest
+            self.version = base
 
     def _appoint(self, parent: Parent, courier: Courier, *, carriers: int) -> Lead:
         """Rank 0 begins to join, and leads."""
@@ -207,31 +232,34 @@ class Site:
         self._session = Session(parent, join)
         self._session.start()
         ranks, pushers = self._group.size(), len(self._pushers)
-        return Lead(parent, self._session, self._rendezvous, courier, ranks=ranks, pushers=pushers, carriers=carriers)
+        return Lead(
+            parent,
+            self._session,
+            self._rendezvous,
+            courier,
+            ranks=ranks,
+            pushers=pushers,
+            carriers=carriers,
+            carry=self._config.overlap == "steps",
+        )
 
-    def _restore_residual(self) -> Mapping[str, Any] | None:
-        """Before the first orders, which may find it too old. Returns this rank's own part of a checkpoint, if it is of use."""
-        own = None if self._restored is None else self._restored[1]
-        if own is None:
-            return None
-        if own["intervals"] != [list(i) for i in self._exchange.intervals]:
-            _log.warning("the site has another number of ranks than its checkpoint: the residual of the codec is lost")
-            return None
-        self._exchange.residual = [None if r is None else r.to(self._device) for r in own["residual"]]
-        return own
-
-    def _take_up(self, base: int, own: Mapping[str, Any] | None) -> None:
-        """After the first orders: go on from a checkpoint's place, if the fleet is still where it was."""
+    def _take_up(self) -> None:
+        """Before the first orders: what a checkpoint knows of this rank's slice and of what was learnt since the last update."""
         restored, self._restored = self._restored, None
-        if restored is None or self.version != NO_VERSION:  # a newer version than the checkpoint's was adopted
+        if restored is None:
             return
-        self.version, self._steps = base, int(restored[0]["steps"])
+        alike, own = restored
         exchange = self._exchange
+        self._steps, self._awaiting = int(alike["steps"]), bool(alike["awaiting"])
+        if own is not None and own["intervals"] != [list(i) for i in exchange.intervals]:
+            _log.warning("the site has another number of ranks than its checkpoint: the residual of the codec is lost")
+            own = None
         if own is None:
             exchange.anchor = exchange.read()
-        else:
-            exchange.anchor = [a.to(self._device) for a in own["anchor"]]
-            self.samples, self._seconds = own["samples"], own["seconds"]
+            return
+        exchange.residual = [None if r is None else r.to(self._device) for r in own["residual"]]
+        exchange.anchor = [a.to(self._device) for a in own["anchor"]]
+        self.samples, self._seconds = own["samples"], own["seconds"]
 
     # ---- a boundary -----------------------------------------------------------------------------------------------------------
 
@@ -241,7 +269,7 @@ class Site:
         self._seconds += time.monotonic() - self._trained_since
         self.counter.restart()
         with self._together():
-            self._follow(self._lead.orders(self._config.wait_s) if self._lead else None)
+            self._follow(self._lead.orders(self._config.wait_s, overlap=self._overlaps) if self._lead else None)
         self._trained_since = time.monotonic()
 
     def _follow(self, given: Iterator[Order] | None) -> None:
@@ -265,7 +293,8 @@ class Site:
         self._take_receipt()
         match order.do:
             case "init":
-                self._push(self._header(Kind.INIT, "float32", order.number), 1.0, self._exchange.initial())
+                initial = self._exchange.initial()
+                self._push(self._header(Kind.INIT, "float32", order.number), 1.0, lambda: initial)
             case "push":
                 self._push_progress(order.number)
             case "pull":
@@ -284,9 +313,9 @@ class Site:
     def _push_progress(self, sequence: int) -> None:
         """Begin to push this rank's slice of the site's update, unless a rank has values that are not finite."""
         self._exchange.share_buffers()
-        outgoing = self._exchange.encode()
-        told = self._tell(finite=outgoing is not None)
-        if outgoing is not None and all(t.finite for t in told):
+        outgoing = self._exchange.snapshot()
+        told = self._tell(finite=outgoing.finite())
+        if all(t.finite for t in told):
             if sum(t.samples for t in told) <= 0:
                 raise ConfigError("no samples were counted since the last update: call model.count_samples(n) once a batch")
             seconds = told[0].seconds  # the header is the same on all ranks
@@ -298,6 +327,7 @@ class Site:
                 _log.error(DIVERGED, self._node, self.version)
             if self._lead is not None:
                 self._lead.not_sent()
+        self._awaiting = True
         self._progress_is_settled()
 
     def _tell(self, *, finite: bool) -> list[_Told]:
@@ -314,7 +344,7 @@ class Site:
         others = sum(t.samples for r, t in enumerate(told) if r not in self._pushers) if rank == self._pushers[0] else 0.0
         return told[rank].samples + others
 
-    def _push(self, header: UpdateHeader, samples: float, payload: memoryview) -> None:
+    def _push(self, header: UpdateHeader, samples: float, payload: Callable[[], memoryview]) -> None:
         if self._courier is not None and self._exchange.intervals:
             self._courier.push(Parcel(header=header, intervals=self._exchange.intervals, samples=samples, payload=payload))
 
@@ -341,11 +371,13 @@ class Site:
 
     def _adopt(self, order: Order) -> None:
         landed = self._courier.take_landed() if self._courier is not None else None
-        self._exchange.adopt(order.codec, torch.empty(0, dtype=torch.uint8) if landed is None else landed.data)
-        self.version = order.version
+        data = torch.empty(0, dtype=torch.uint8) if landed is None else landed.data
+        self._exchange.adopt(order.codec, data, carry=order.carry)
+        at_the_start = self.version == NO_VERSION
+        self.version, self._awaiting = order.version, False
         if order.forget:
             self._exchange.forget_residual()
-        if order.dropped:
+        if order.dropped or (at_the_start and not order.carry):
             self._progress_is_settled()
 
     def _progress_is_settled(self) -> None:
@@ -362,13 +394,14 @@ class Site:
     # ---- checkpoints -------------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Where it stands between versions, for a checkpoint: what is alike on all ranks, and this rank's own."""
+        """Where it stands, for a checkpoint: what is alike on all ranks, and this rank's own."""
         exchange = self._exchange
         alike = {
             "version": self.version,
             "boundaries": self.boundaries,
             "count": self.counter.count,
             "steps": self._steps,
+            "awaiting": self._awaiting,
             "run": self._run,
         }
         own = {

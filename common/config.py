@@ -229,6 +229,9 @@ class SiteConfig(Section):
     codec: str = "float32"
     uplink: Literal["every_rank", "per_node", "rank0"] = "every_rank"
     wait_s: Annotated[float, Field(ge=0)] | None = None  # at a boundary, for a new version; None: as long as it takes
+    overlap: Literal["none", "steps"] = "none"  # steps: train on while an update travels and a version is made
+    adopt_every: PositiveInt = 5  # counted steps between those at which a version may be adopted, with overlap
+    warmup_sync_steps: Annotated[int, Field(ge=0)] = 0  # the run's first versions: an exchange at every step, no overlap
     checkpoint: Path | None = None
     checkpoint_every: PositiveInt = 1  # boundaries
     epochs: PositiveInt = 1_000_000

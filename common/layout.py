@@ -201,16 +201,18 @@ class Layout:
                 tensor.copy_(values.view(tensor.shape))
 
     @torch.no_grad()
-    def outgoing(self, module: nn.Module, base: Tensor, interval: Interval | None = None) -> Tensor:
+    def outgoing(self, module: nn.Module, base: Tensor, interval: Interval | None = None, out: Tensor | None = None) -> Tensor:
         """What an update carries of ``interval``: base - local for parameters, the local values for buffers. On base's device.
 
         ``base`` holds the float32 elements of ``interval`` that the module was last set to. A parameter of lower precision held
-        them rounded to its dtype, so base is rounded likewise first: else the rounding would be sent as progress.
+        them rounded to its dtype, so base is rounded likewise first: else the rounding would be sent as progress. Written to
+        ``out``, if given, or to a new vector.
         """
         start, stop = self._bounds(interval)
         _expect(base, start, stop)
         tensors = self._tensors(module)
-        out = torch.empty_like(base)
+        out = torch.empty_like(base) if out is None else out
+        _expect(out, start, stop)
         self._zero_gap(out, start, stop)
         for index, lo, hi, at in self._pieces(start, stop):
             local = tensors[index].detach().reshape(-1)[lo:hi].to(base.device)

@@ -23,7 +23,7 @@ HEADER = UpdateHeader(
     update_id=UpdateId("lab", 1, 7), kind=Kind.DELTA, tier=Tier.SITE, base_version=0, codec="float32", layout="x"
 )
 ACCEPTED = Receipt(update_id=HEADER.update_id, state=State.ACCEPTED)
-PARCEL = Parcel(header=HEADER, intervals=((0, 512),), samples=3.0, payload=memoryview(b"abcd"))
+PARCEL = Parcel(header=HEADER, intervals=((0, 512),), samples=3.0, payload=lambda: memoryview(b"abcd"))
 
 
 class Parent:
