@@ -44,6 +44,24 @@ def coordinator(
     Coordinator(_load(fleet, insecure=insecure, listen=listen)).run()
 
 
+@app.command(epilog="Example: fleetddp region fleet.yaml --name west")
+def region(
+    fleet: FleetFile,
+    name: Annotated[str, typer.Option(help="This region's id: its certificate's common name.", show_default=False)],
+    listen: Annotated[str, typer.Option(help="HOST:PORT to bind, instead of the fleet file's.", show_default=False)] = "",
+    insecure: Insecure = False,
+) -> None:
+    """Run a regional aggregator: gather its members' updates, send their sums to the coordinator, serve its versions."""
+    from fleetddp.common.telemetry import log_to_terminal
+    from fleetddp.edge.region import Region
+
+    log_to_terminal()
+    config = _load(fleet, insecure=insecure)
+    if listen:
+        config = config.model_copy(update={"region": config.region.model_copy(update={"listen": listen})})
+    Region(config, name).run()
+
+
 @app.command(epilog="Example: fleetddp edge fleet.yaml --name kitchen-pi")
 def edge(
     fleet: FleetFile,
@@ -60,7 +78,7 @@ def edge(
 
 @app.command(epilog="Example: fleetddp status 127.0.0.1:7070 --watch")
 def status(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The coordinator's address.", show_default=False)],
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="A coordinator's or region's address.", show_default=False)],
     json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every second until Ctrl-C.")] = False,
     ca: Annotated[Path | None, typer.Option(help="Mutual TLS: the CA's certificate.", show_default=False)] = None,

@@ -51,10 +51,20 @@ def render(status: Mapping[str, Any]) -> Group:
     return Group(
         Text(headline, style="bold"),
         Text(f"window: {window['reason'] or 'not open'}"),
+        *above(status.get("parent")),
         members_table(status["members"], newest=newest, now=now),
         versions_table(status["versions"], status["scores"], now=now),
         Text(f"updates: {counters['accepted']} accepted, {counters['merged']} merged; refused: {refused}"),
     )
+
+
+def above(parent: Mapping[str, Any] | None) -> list[Text]:
+    """Of a region: how it stands with its parent."""
+    if parent is None:
+        return []
+    newest = parent["version"] if parent["version"] >= 0 else "none"
+    waiting = f"{parent['partials']} partials not settled, {parent['accepted']} of them accepted"
+    return [Text(f"region {parent['node']}: the parent's newest version is {newest}; {waiting}")]
 
 
 def members_table(members: list[Mapping[str, Any]], *, newest: int, now: float) -> Table:

@@ -7,6 +7,7 @@ for each stream. ``COMPLETE`` is checked when all streams have arrived. The firs
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from fleetddp.common.errors import Reason, Refused
 from fleetddp.common.events import Joined
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry
-from fleetddp.common.update import NO_VERSION, Kind, Receipt, Slice, Tier, Update, UpdateHeader
+from fleetddp.common.update import NO_VERSION, Group, Kind, Receipt, Slice, Tier, Update, UpdateHeader, UpdateId
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,13 +31,15 @@ class Standing:
     layout: Layout | None = None  # known from the first weights on
     finished: str = ""
     init_by: str = ""  # who brought the first weights, once they have arrived whole
+    regional: bool = False  # this aggregator has a parent, where the first weights come from
+    known: int = NO_VERSION  # the newest version that a parent told of
 
     def wants_init(self, tier: Tier) -> bool:
         """Whether a member of this tier should upload the first weights."""
-        awaited = self.version == NO_VERSION and not self.init_by and self.config.start.bootstrap == "site"
+        awaited = self.version == NO_VERSION and not self.init_by and self.config.start.bootstrap == "site" and not self.regional
         return awaited and tier is Tier.SITE and not self.finished
 
-    def joined(self, tier: Tier, receipts: tuple[Receipt, ...]) -> Joined:
+    def joined(self, tier: Tier, receipts: tuple[Receipt, ...], steps: int = 0) -> Joined:
         """What a member of this tier needs to know to take part."""
         return Joined(
             run=self.run,
@@ -46,10 +49,11 @@ class Standing:
             heartbeat_s=self.config.members.heartbeat_s,
             lease_s=self.config.members.lease_s,
             gradient_lr=self.config.merge.gradient_lr,
-            max_staleness=self.config.merge.for_tier(tier).max_staleness,
+            max_staleness=self.config.merge.bound(tier),
             codecs=NAMES,
             receipts=receipts,
             finished=self.finished,
+            steps=steps,
         )
 
 
@@ -84,6 +88,8 @@ def _kind_is_taken(header: UpdateHeader, standing: Standing) -> None:
         raise Refused(Reason.MALFORMED, f"a {header.kind.value} of tier {header.tier.value}; regions send partials, no one else")
     if header.kind is not Kind.INIT:
         return
+    if standing.regional:
+        raise Refused(Reason.WRONG_KIND, "first weights at a region; a site brings them to the root")
     if header.tier is not Tier.SITE:
         raise Refused(Reason.WRONG_KIND, f"a member of tier {header.tier.value} sent first weights; a site brings them")
     if standing.config.start.bootstrap == "file":
@@ -110,6 +116,8 @@ def _codec_is_known(header: UpdateHeader, standing: Standing) -> None:
     get(header.codec)
     if header.kind is Kind.INIT and header.codec != "float32":
         raise Refused(Reason.UNKNOWN_CODEC, f"first weights in {header.codec}; they travel in float32")
+    if header.codec == "float64" and header.kind is not Kind.PARTIAL:
+        raise Refused(Reason.UNKNOWN_CODEC, f"a {header.kind.value} in float64, which is for partials")
 
 
 def _groups_add_up(header: UpdateHeader, standing: Standing) -> None:
@@ -132,20 +140,27 @@ def _base_exists(header: UpdateHeader, standing: Standing) -> None:
     for base in (header.base_version, *(group.base_version for group in header.groups)):
         if base < 0:
             raise Refused(Reason.MALFORMED, f"base_version {base} is negative")
-        if base > standing.version:
+        if base > max(standing.version, standing.known):
+            if standing.regional:  # it comes from another parent, and we are behind
+                raise Refused(Reason.NO_VERSION, f"version {base} is not known here yet; the newest is {standing.version}")
             raise Refused(Reason.FUTURE_BASE, f"base_version {base}; the newest version is {standing.version}")
 
 
 def _not_stale(header: UpdateHeader, standing: Standing) -> None:
-    if header.kind is Kind.INIT:
+    if header.kind is Kind.INIT or header.groups:  # of a partial it is told which of its updates are: ``stale_in``
         return
-    bases = [(g.tier, g.base_version) for g in header.groups] or [(header.tier, header.base_version)]
-    for tier, base in bases:
-        bound = standing.config.merge.for_tier(tier).max_staleness
-        if standing.head - base > bound:
-            raise Refused(
-                Reason.STALE, f"based on version {base}, {standing.head - base} behind; the bound of tier {tier.value} is {bound}"
-            )
+    base, bound = header.base_version, standing.config.merge.bound(header.tier)
+    if standing.head - base > bound:
+        raise Refused(
+            Reason.STALE,
+            f"based on version {base}, {standing.head - base} behind; the bound of tier {header.tier.value} is {bound}",
+        )
+
+
+def stale_in(header: UpdateHeader, standing: Standing) -> tuple[UpdateId, ...]:
+    """Of a partial: the leaf updates in it that are too stale by now."""
+    bound = standing.config.merge.bound
+    return tuple(i for g in header.groups if standing.head - g.base_version > bound(g.tier) for i in g.ids)
 
 
 HeaderCheck = Callable[[UpdateHeader, Standing], None]
@@ -202,10 +217,15 @@ def _norm_is_bounded(update: Update, standing: Standing) -> None:
     # the fleet file's bound is of outer gradients; first weights only have to stay clear of overflow
     bound = MAX_NORM if update.header.kind is Kind.INIT else standing.config.limits.max_norm
     # row g of a partial is sum(w u): at most samples_g times the bound if each u keeps to it
-    scale = math.sqrt(sum(group.samples**2 for group in update.header.groups)) if update.header.groups else 1.0
+    scale = math.sqrt(sum((g.samples * _most_of_one(g)) ** 2 for g in update.header.groups)) if update.header.groups else 1.0
     norm = math.sqrt(update.squared_norm)
     if not norm <= bound * scale:
         raise Refused(Reason.NORM_BOUND, f"the norm is {norm:.6g}; allowed is {bound * scale:.6g} (limits.max_norm)")
+
+
+def _most_of_one(group: Group) -> int:
+    """How many updates of one member are in it: each of them weighs as much as all of them (``merge.plan``)."""
+    return max(Counter(i.node for i in group.ids).values())
 
 
 def _still_in_time(update: Update, standing: Standing) -> None:

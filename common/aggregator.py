@@ -32,8 +32,9 @@ from fleetddp.common.merge import decision_on
 from fleetddp.common.receipts import Receipts
 from fleetddp.common.recovered import Recovered
 from fleetddp.common.scores import Scores
-from fleetddp.common.update import NO_VERSION, Kind, Update, UpdateId
+from fleetddp.common.update import NO_VERSION, Kind, Receipt, Update, UpdateId
 from fleetddp.common.window import Action, Counts, Grace, Verdict, Window, decide, quorum_reached, resolve
+from fleetddp.common.work import Work
 
 MAX_STATUS_MEMBERS = 1000
 
@@ -53,9 +54,10 @@ class Aggregator:
         if recovered.version is not None:
             self._standing.version = self._standing.head = recovered.version.number
         self._members = Membership(config.members)
-        self._receipts = Receipts(recovered.high_water, recovered.merged)
+        self._receipts = Receipts(recovered.high_water, recovered.merged, gaps=recovered.gaps)
         self._intake = Intake(self._standing, self._members, self._receipts)
         self._grace = Grace(self.policy)
+        self._work = Work(config.work)
         self._scores = Scores()
         self._window: Window | None = None
         self._windows = 0  # opened by this process
@@ -119,7 +121,7 @@ class Aggregator:
         for update in recovered.accepted:
             if update.update_id in merging:
                 self._receipts.accept(update)
-            elif self._intake.readmit(update, out):
+            elif self._readmit(update, out):
                 waiting.append(update)
         if self.finished:
             self._expire(waiting, out)
@@ -156,12 +158,16 @@ class Aggregator:
         if self._members.changed or now >= self._look_at:
             self._members.changed = False
             self._look(now, out)
-        self._passes_at = min(self._members.next_lease, self._intake.arrivals.next_due, self._ends_at)
+        self._passes_at = self._next_due()
         due = min(self._look_at, self._passes_at)
         if due < self._woken_at or self._woken_at <= now:
             self._woken_at = due
             if due < math.inf:
                 out.append(events.Wake(at=due))
+
+    def _next_due(self) -> float:
+        """When time alone may change something other than the verdict."""
+        return min(self._members.next_lease, self._intake.arrivals.next_due, self._ends_at)
 
     # ---- the window -------------------------------------------------------------------------------------------------------
 
@@ -215,6 +221,10 @@ class Aggregator:
         for update in waiting:
             self._count(update)
 
+    def _readmit(self, update: Update, out: list[Effect]) -> bool:
+        """After a restart: whether this durable update is to be in the window."""
+        return self._intake.readmit(update, out)
+
     def _persisted(self, event: events.Persisted, now: float, out: list[Effect]) -> None:
         update = self._intake.persisted(event, out)
         if update is None:
@@ -231,11 +241,12 @@ class Aggregator:
         self._look_at = now
 
     def _learn(self, update: Update, now: float) -> None:
-        """How long after a quorum does a member come in that was on its way then?"""
+        """How fast is its member, and how long after a quorum does one come in that was on its way then?"""
         member = self._members.get(update.update_id.node)
         assert self._window is not None
         if member is None:  # long gone
             return
+        member.speed = self._work.learn(member.speed, update.header, member.joined_at, now)
         missed_the_last = update.header.base_version < self._standing.head and member.last_window < self._windows - 1
         if missed_the_last and self._last_quorum_at is not None:
             self._grace.observe(now - self._last_quorum_at)
@@ -276,6 +287,9 @@ class Aggregator:
             self._standing.layout = Layout.from_json(self._founding.header.layout_spec)
             self._founding = None
         self._standing.version = self._standing.head = number
+        changed = self._work.published(number, self._members.speeds(), self.live_members, now)
+        if changed:
+            out.append(Say(what="work", message=changed))
         self._intake.refuse_late(out)
         receipts = [receipt for update_id in settled for receipt in self._receipts.merge(update_id, number)]
         out.append(Settle(receipts=tuple(receipts)))
@@ -335,7 +349,7 @@ class Aggregator:
             before = self._members.get(event.node)
             new_process = before is None or before.incarnation != event.incarnation
             new = before is None or new_process or not before.live or before.presumed
-            self._members.join(event, now)
+            member = self._members.join(event, now)
         except Refused as refusal:
             self._intake.reply_no(event.node, refusal, out)
             return
@@ -344,7 +358,13 @@ class Aggregator:
         if new:
             message = f"joined as {event.tier.value}; {self.live_members} members"
             out.append(Say(what="joined", message=message, node=event.node))
-        out.append(Reply(value=self._standing.joined(event.tier, self._intake.receipts(event.open))))
+        out.append(
+            Reply(
+                value=self._standing.joined(
+                    event.tier, self._receipts_of(event.open, out), self._work.steps(member.tier, member.speed, NO_VERSION, now)
+                )
+            )
+        )
 
     def _heartbeat(self, event: events.Heartbeat, now: float, out: list[Effect]) -> None:
         try:
@@ -360,9 +380,18 @@ class Aggregator:
                     self._end(reached, out)
             elif event.metrics_version == NO_VERSION:
                 member.metrics = dict(event.metrics)
-        receipts = self._intake.receipts(event.open)
-        heard = events.Heard(version=self.version, closes_at=self.closes_at, receipts=receipts, finished=self.finished)
+        receipts = self._receipts_of(event.open, out)
+        heard = events.Heard(
+            version=self.version,
+            closes_at=self.closes_at,
+            receipts=receipts,
+            finished=self.finished,
+            steps=self._work.steps(member.tier, member.speed, member.base_version, now),
+        )
         out.append(Reply(value=heard))
+
+    def _receipts_of(self, ids: Iterable[UpdateId], out: list[Effect]) -> tuple[Receipt, ...]:
+        return tuple(self._intake.receipt(update_id) for update_id in ids)
 
     def _leave(self, event: events.Leave, now: float, out: list[Effect]) -> None:
         if self._members.leave(event.node, event.incarnation):

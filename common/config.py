@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from fleetddp.common.errors import ConfigError
 from fleetddp.common.update import Tier
@@ -55,12 +65,8 @@ class CoordinatorConfig(Section):
 
     @field_validator("address", "listen")
     @classmethod
-    def _host_port(cls, value: str) -> str:
-        if value and not value.startswith("unix:"):
-            host, _, port = value.rpartition(":")
-            if not host or not port.isdigit():
-                raise ValueError(f"{value!r} is not HOST:PORT")
-        return value
+    def _dialable(cls, value: str) -> str:
+        return host_port(value)
 
 
 class MembersConfig(Section):
@@ -150,6 +156,11 @@ class MergeConfig(Section):
         """The staleness rule of one leaf tier."""
         return self.tiers.get(tier, self.staleness)
 
+    def bound(self, tier: Tier) -> int:
+        """The largest staleness that is merged, of one tier; of a region that of its members who may be the latest."""
+        tiers = (Tier.SITE, Tier.EDGE) if tier is Tier.REGION else (tier,)
+        return max(self.for_tier(t).max_staleness for t in tiers)
+
 
 ElementWise = Literal["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"]
 
@@ -169,6 +180,25 @@ class OuterConfig(Section):
     def _preset_or_optimizer(self) -> OuterConfig:
         if self.preset is not None and {"optimizer", "options"} & self.model_fields_set:
             raise ValueError("give either preset, or optimizer and options; not both")
+        return self
+
+
+class WorkConfig(Section):
+    """How much a member does for one update (work.py)."""
+
+    steps: Literal["fixed", "adaptive"] = "fixed"  # adaptive: so many local steps that fast and slow members arrive together
+    min_steps: PositiveInt = 1
+    max_steps: Annotated[int, Field(gt=0, lt=2**31)] = 100
+    tiers: tuple[Tier, ...] = (
+        Tier.EDGE,
+    )  # whose members are told; one whose own settings fix its steps (``edge.steps``) keeps them
+
+    @model_validator(mode="after")
+    def _bounds_of_leaves(self) -> WorkConfig:
+        if self.min_steps > self.max_steps:
+            raise ValueError(f"min_steps ({self.min_steps}) is more than max_steps ({self.max_steps})")
+        if Tier.REGION in self.tiers:
+            raise ValueError("tiers: a region makes no steps; allowed are site, edge")
         return self
 
 
@@ -235,9 +265,51 @@ class SiteConfig(Section):
     checkpoint: Path | None = None
     checkpoint_every: PositiveInt = 1  # boundaries
     epochs: PositiveInt = 1_000_000
-    batch_size: PositiveInt = 32
+    batch_size: PositiveInt = 32  # samples of a rank in a step; with global_batch: at once, at most
+    global_batch: PositiveInt | None = None  # samples of all ranks in a step, however many ranks there are
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"  # of the task's learning rate, by the batch of all ranks
+    lr_reference_batch: PositiveInt | None = None  # the batch that the task's learning rate is meant for
+    lr_warmup_steps: Annotated[int, Field(ge=0)] = 0  # the learning rate rises to its value over so many steps
     workers: Annotated[int, Field(ge=0)] = 0  # DataLoader processes of each rank
     buffers: Literal["average", "local"] = "average"
+    hierarchy: Literal["auto", "on", "off"] = "auto"  # gradients averaged inside each node first, then between nodes
+    cross_node: Literal["float32", "bfloat16", "int8"] = "float32"  # of gradients between nodes, where hierarchy is used
+
+    @model_validator(mode="after")
+    def _scaled_from_something(self) -> SiteConfig:
+        if self.lr_scaling != "none" and self.lr_reference_batch is None:
+            raise ValueError(f"lr_scaling: {self.lr_scaling} needs lr_reference_batch")
+        return self
+
+
+def host_port(value: str) -> str:
+    """An address that can be dialled."""
+    if value and not value.startswith("unix:"):
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"{value!r} is not HOST:PORT")
+    return value
+
+
+Address = Annotated[str, AfterValidator(host_port)]
+
+
+class RegionConfig(Section):
+    """How a regional aggregator takes part: it listens as a coordinator does, and is a member of its parent."""
+
+    parents: tuple[Address, ...] = ()  # in the order to be tried; none: the coordinator's address
+    address: Address = "127.0.0.1:7071"  # what its members dial
+    listen: Address = ""  # what it binds; empty: the address
+    journal: Path = Path("region-journal")
+    keep_versions: PositiveInt = 3
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0  # Prometheus; 0: off
+    codec: str = "float64"  # of its partials; any other than float64 loses something, which is carried into the next one
+    window: WindowConfig | None = None  # when to seal; None: as the fleet's ``window``, but see ``region_config``
+
+    @property
+    def deadline_is_fixed(self) -> bool:
+        """Else a window closes in time for the parent's."""
+        return self.window is not None and self.window.deadline_s is not None
 
 
 class EdgeConfig(Section):
@@ -248,6 +320,7 @@ class EdgeConfig(Section):
     epochs: PositiveInt = 1
     batch_size: PositiveInt = 32
     codec: str = "float32"
+    parents: tuple[Address, ...] = ()  # in the order to be tried; none: the coordinator's address
     state: Path = Path("edge-state")  # the outbox and the newest version live in <state>/<node>
     max_outbox: Annotated[int, Field(gt=0, le=256)] = 16  # updates not yet settled; beyond it the node waits
     buffers: Literal["average", "local"] = "average"
@@ -263,14 +336,22 @@ class FleetConfig(Section):
     window: WindowConfig = WindowConfig()
     merge: MergeConfig = MergeConfig()
     outer: OuterConfig = OuterConfig()
+    work: WorkConfig = WorkConfig()
     publish: Literal["float32", "bfloat16", "int8"] = "float32"
     limits: LimitsConfig = LimitsConfig()
     until: UntilConfig = UntilConfig()
     start: StartConfig = StartConfig()
     task: TaskConfig | None = None
     site: SiteConfig = SiteConfig()
+    region: RegionConfig = RegionConfig()
     edge: EdgeConfig = EdgeConfig()
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _work_is_counted_in_steps(self) -> FleetConfig:
+        if self.work.steps == "adaptive" and Tier.EDGE in self.work.tiers and self.edge.update == "gradient":
+            raise ValueError("work.steps: adaptive is for local steps, and edge.update: gradient makes none")
+        return self
 
 
 def parse(data: object, *, source: str = "fleet file") -> FleetConfig:

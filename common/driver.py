@@ -70,6 +70,7 @@ class Lane(Enum):
 
     JOURNAL = "journal"  # acceptances and facts: short
     MERGE = "merge"  # making versions: long
+    SWEEP = "sweep"  # removing files: nobody waits for it
 
 
 class Host(Protocol):
@@ -92,7 +93,7 @@ class Driver:
         aggregator: Aggregator,
         staging: Staging,
         journal: Journal,
-        publisher: Publisher,
+        publisher: Publisher | None,
         *,
         clock: Clock,
         host: Host,
@@ -288,12 +289,8 @@ class Driver:
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Persist):
             self._persist(effect.update, effect.at)
-        elif isinstance(effect, Found):
-            found = effect
-            self._make("version 0", lambda: self._publisher.found(found.update, found.at), "first weights")
-        elif isinstance(effect, Merge):
-            decision = effect.decision
-            self._make(f"version {decision.version}", lambda: self._publisher.merge(decision), decision.reason)
+        elif isinstance(effect, (Found, Merge)):
+            self._publish(effect)
         elif isinstance(effect, Settle):
             self._settle(effect.receipts)
         elif isinstance(effect, Discard):
@@ -323,6 +320,16 @@ class Driver:
 
         self._host.submit(Lane.JOURNAL, lambda: self.staging.accept(update, at), done)
 
+    def _publish(self, effect: Found | Merge) -> None:
+        publisher = self._publisher
+        assert publisher is not None  # a region's is none: it makes no versions
+        if isinstance(effect, Found):
+            found = effect
+            self._make("version 0", lambda: publisher.found(found.update, found.at), "first weights")
+        else:
+            decision = effect.decision
+            self._make(f"version {decision.version}", lambda: publisher.merge(decision), decision.reason)
+
     def _make(self, what: str, work: Callable[[], Version], reason: str, attempt: int = 0) -> None:
         """Make a version; again and again if that fails, since a decision stands."""
 
@@ -335,9 +342,18 @@ class Driver:
             self._versions.append((result, reason))
             self.telemetry.published(result)
             self._report(Published(version=result))
+            if not self._stopped:
+                self._sweep()
 
         if not self._stopped:
             self._host.submit(Lane.MERGE, work, done)
+
+    def _sweep(self) -> None:
+        def done(result: Exception | None) -> None:
+            if isinstance(result, Exception):
+                self._failed("files of what is settled could not be removed", result)
+
+        self._host.submit(Lane.SWEEP, self.journal.sweep, done)
 
     def _write(self, what: str, work: Callable[[], None]) -> None:
         """Journal a fact that nobody waits for."""

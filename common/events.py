@@ -2,7 +2,8 @@
 
 The aggregator reads no clock, opens no file and no socket. A driver hands it events with the time they happened at, sends its
 ``Reply`` to whoever asked, and carries out the other effects; ``Persist``, ``Found`` and ``Merge`` touch the disk and come back
-as ``Persisted`` and ``Published``. Join, Heartbeat, Leave and Offer get exactly one ``Reply``; the rest get none.
+as ``Persisted`` and ``Published``. Join, Heartbeat, Leave and Offer get exactly one ``Reply``; the rest get none. Those of a
+regional aggregator, which has a parent, are under a heading of their own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Union
 
+from fleetddp.common.decision import Conclusion as Conclusion
+from fleetddp.common.decision import Decision as Decision
+from fleetddp.common.decision import Sealing as Sealing
+from fleetddp.common.decision import Term as Term
 from fleetddp.common.errors import Reason, Refused
+from fleetddp.common.layout import Layout
 from fleetddp.common.update import NO_VERSION, Interval, Receipt, Slice, Tier, Update, UpdateHeader, UpdateId, Version
 
 # ---- events ---------------------------------------------------------------------------------------------------------------
@@ -112,7 +118,73 @@ class Tick:
     """Time passed; nothing else happened."""
 
 
-Event = Union[Join, Heartbeat, Leave, Offer, Progressed, SliceStaged, SliceRejected, Persisted, PersistFailed, Published, Tick]
+# ---- events of a region, from above and from its disk ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enrolled:
+    """The parent has let the region in (each time): its rules are the region's."""
+
+    joined: Joined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """A heartbeat's answer, or news. ``finished`` is told after the receipts of all that was open."""
+
+    version: int
+    closes_at: float = 0.0
+    finished: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """The parent's receipt of a partial, or of a leaf update that was asked about. ``push_s``: how long sending it took."""
+
+    receipt: Receipt
+    push_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushFailed:
+    """A partial could not be delivered now."""
+
+    update_id: UpdateId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """A version of the parent's is durable here, as it is, and may be served. ``layout``: the run's."""
+
+    version: Version
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchFailed:
+    """A version could not be brought here now."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sealed:
+    """A partial is durable: it may be pushed."""
+
+    update: Update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Concluded:
+    """What became of a partial, or of single updates, is durable."""
+
+    conclusion: Conclusion
+
+
+Event = Union[
+    Join, Heartbeat, Leave, Offer, Progressed, SliceStaged, SliceRejected, Persisted, PersistFailed, Published, Tick,
+    Enrolled, Told, Answered, PushFailed, Fetched, FetchFailed, Sealed, Concluded,
+]  # fmt: skip
 
 # ---- replies --------------------------------------------------------------------------------------------------------------
 
@@ -132,6 +204,7 @@ class Joined:
     codecs: tuple[str, ...]  # what the parent decodes
     receipts: tuple[Receipt, ...] = ()
     finished: str = ""  # why the run is over; empty while it goes on
+    steps: int = 0  # for its next unit of work; 0: as its own settings say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +215,7 @@ class Heard:
     closes_at: float  # when the window is expected to close (seconds since the epoch); 0: unknown
     receipts: tuple[Receipt, ...] = ()
     finished: str = ""
+    steps: int = 0  # as in ``Joined``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,29 +252,6 @@ class Found:
 
     update: Update
     at: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Term:
-    """How one update's row enters a merge. Coefficients are final: weight, discount, share and scale multiplied."""
-
-    update_id: UpdateId
-    row: int  # 0, or the group's index in a partial
-    coefficient: float  # of the parameters; the outer gradient is sum(coefficient * u)
-    buffer_coefficient: float  # of the buffers, whose mean is sum(buffer_coefficient * b) (all 0: no term carries buffers)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What version ``version`` is made of. Journaled before merging; from then on the bytes are fixed."""
-
-    version: int
-    at: float
-    terms: tuple[Term, ...]  # sorted by (update_id, row): the canonical order
-    ids: tuple[UpdateId, ...]  # of the accepted updates merged (sorted)
-    leaf_ids: tuple[UpdateId, ...]  # those they stand for
-    reason: str
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +320,71 @@ class Say:
     reason: Reason | None = None  # of "refused"
 
 
-Effect = Union[Reply, Persist, Found, Merge, Settle, Discard, Announce, Opened, Ended, Wake, Say]
+# ---- effects of a region -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seal:
+    """Journal the sealing, make the partial durable, then report ``Sealed``. The next window opened at ``sealing.at``."""
+
+    sealing: Sealing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """Push a sealed partial to the parent, then report ``Answered`` or ``PushFailed``."""
+
+    update: Update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conclude:
+    """Make the end of updates durable, then report ``Concluded``."""
+
+    conclusion: Conclusion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """Bring this version here and make it durable, then report ``Fetched`` or ``FetchFailed``."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """From now on ask the parent about these; it answers by ``Answered``."""
+
+    ids: tuple[UpdateId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Journal what the parent said at a join: a region that is started while its parent is away goes by it."""
+
+    joined: Joined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stand:
+    """Tell the parent, by and by: what the members train from, and how many leaf members there are."""
+
+    version: int
+    leaves: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Tell the parent what a member measured on a version."""
+
+    metrics: Mapping[str, float]
+    version: int
+
+
+Effect = Union[
+    Reply, Persist, Found, Merge, Settle, Discard, Announce, Opened, Ended, Wake, Say,
+    Seal, Push, Conclude, Fetch, Ask, Rules, Stand, Report,
+]  # fmt: skip
 
 # ---- news: what a Watch stream carries -------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ full) settles the update as UNKNOWN with that reason: its sender pushes it again
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 
 from fleetddp.common import admission
@@ -55,7 +54,7 @@ class Intake:
         self._members = members
         self._receipts = receipts
         self._claimed: dict[UpdateId, UpdateId] = {}  # leaf id -> the update that holds it and is being made durable
-        self._late: list[tuple[Update, Refused]] = []  # durable, and stale by the merge in flight
+        self._late: list[Update] = []  # durable, and stale by the merge in flight
 
     # ---- offers -----------------------------------------------------------------------------------------------------------
 
@@ -93,9 +92,11 @@ class Intake:
         admission.check_header(header, self._standing)
         if header.tier is not member.tier:  # its share, its bound of staleness and ``require`` go by it
             raise Refused(Reason.MALFORMED, f"an update of tier {header.tier.value}; {member.node} joined as {member.tier.value}")
-        overlap = self._overlap(header)
-        if overlap:
-            return self._refuse_overlap(header, overlap, out)
+        no = self._without(header)
+        if no is not None:
+            self.say_no(header.update_id.node, Refused(Reason(no.reason), no.message), out)
+            self._receipts.note(no)
+            return no
         if self.arrivals.of(member.node) >= MAX_ARRIVING:
             raise Refused(
                 Reason.TOO_MANY, f"{MAX_ARRIVING} updates of {member.node} are arriving already; that is all that is allowed"
@@ -120,21 +121,25 @@ class Intake:
             raise Refused(Reason.ID_REUSED, f"{update_id} was accepted already, with other bytes, samples or intervals")
         return None if receipt is None else replace(receipt, duplicate=True)
 
-    def _overlap(self, header: UpdateHeader) -> tuple[UpdateId, ...]:
-        """Of a partial: the updates in it that are accepted, merged, or in something that is being made durable."""
-        if header.kind is not Kind.PARTIAL:
-            return ()
-        ids = header.leaf_ids
-        return tuple(sorted({*self._receipts.taken(ids), *(i for i in ids if i in self._claimed)}))
+    def _without(self, header: UpdateHeader) -> Receipt | None:
+        """Of a partial that must be sealed again: the refusal that names what to leave out; else None.
 
-    def _refuse_overlap(self, header: UpdateHeader, overlap: tuple[UpdateId, ...], out: list[Effect]) -> Receipt:
-        message = f"{len(overlap)} of its updates are here already, {overlap[0]} for one"
-        receipt = Receipt(
-            update_id=header.update_id, state=State.REFUSED, reason=Reason.OVERLAP.value, message=message, overlap=overlap
+        That is what is accepted or settled here, or in something that is being made durable; if nothing is, what is too stale.
+        """
+        if header.kind is not Kind.PARTIAL:
+            return None
+        ids, claimed = header.leaf_ids, self._claimed
+        overlap = tuple(
+            sorted({*self._receipts.taken(ids), *(i for i in ids if claimed.get(i, header.update_id) != header.update_id)})
         )
-        self._receipts.refuse(receipt)
-        self.say_no(header.update_id.node, Refused(Reason.OVERLAP, message), out)
-        return receipt
+        if overlap:
+            message = f"{len(overlap)} of its updates are here already, {overlap[0]} for one"
+            return _naming(header, Reason.OVERLAP, message, overlap)
+        stale = admission.stale_in(header, self._standing)
+        if stale:
+            message = f"{len(stale)} of its updates are too stale by now, {stale[0]} for one"
+            return _naming(header, Reason.STALE, message, stale)
+        return None
 
     # ---- streams ----------------------------------------------------------------------------------------------------------
 
@@ -171,11 +176,9 @@ class Intake:
             out.append(Discard(update_id=header.update_id))
             out.append(Settle(receipts=(replace(self.receipt(header.update_id), duplicate=True),)))
             return
-        overlap = self._overlap(header)
-        if overlap:
-            self.arrivals.remove(header.update_id)
-            out.append(Discard(update_id=header.update_id))
-            out.append(Settle(receipts=(self._refuse_overlap(header, overlap, out),)))
+        no = self._without(header)
+        if no is not None:
+            self._refuse_with(header, no, out)
             return
         try:
             admission.check_complete(update, self._standing)
@@ -196,10 +199,8 @@ class Intake:
         update = event.update
         if self.arrivals.get(update.update_id) is None:  # a driver's repeat
             return None
-        try:
-            admission.check_not_stale(update.header, self._standing)
-        except Refused as refusal:
-            self._late.append((update, refusal))
+        if self._is_late(update.header):
+            self._late.append(update)
             if self._standing.head == self._standing.version:
                 self.refuse_late(out)
             return None
@@ -207,12 +208,20 @@ class Intake:
         out.append(Settle(receipts=self._receipts.accept(update)))
         return update
 
+    def _is_late(self, header: UpdateHeader) -> bool:
+        return bool(admission.stale_in(header, self._standing)) or self._stale(header) is not None
+
+    def _stale(self, header: UpdateHeader) -> Refused | None:
+        try:
+            admission.check_not_stale(header, self._standing)
+        except Refused as refusal:
+            return refusal
+        return None
+
     def readmit(self, update: Update, out: list[Effect]) -> bool:
         """After a restart: whether a durable update is accepted. A decision may have made it stale before it was acknowledged."""
-        try:
-            admission.check_not_stale(update.header, self._standing)
-        except Refused as refusal:
-            self.refuse(update.header, refusal, out, staged=True)
+        if self._is_late(update.header):
+            self._refuse_late(update.header, out)
             return False
         self._receipts.accept(update)
         return True
@@ -220,10 +229,17 @@ class Intake:
     def refuse_late(self, out: list[Effect]) -> None:
         """Refuse what a merge made stale while it was made durable. Only once that merge is durable itself: a restart before then
         would forget the decision and accept the update, which its sender had taken back."""
-        for update, refusal in self._late:
+        for update in self._late:
             self._unclaim(update)
-            self.refuse(update.header, refusal, out, staged=True)
+            self._refuse_late(update.header, out)
         self._late.clear()
+
+    def _refuse_late(self, header: UpdateHeader, out: list[Effect]) -> None:
+        refusal, no = self._stale(header), self._without(header)
+        if refusal is not None:
+            self.refuse(header, refusal, out, staged=True)
+        elif no is not None:
+            self._refuse_with(header, no, out)
 
     def persist_failed(self, event: PersistFailed, now: float, out: list[Effect]) -> None:
         """The disk refused: the sender pushes it again."""
@@ -283,10 +299,6 @@ class Intake:
         arriving = self.arrivals.get(update_id) is not None or update_id in self._claimed
         return Receipt(update_id=update_id, state=State.STAGED if arriving else State.UNKNOWN)
 
-    def receipts(self, ids: Iterable[UpdateId]) -> tuple[Receipt, ...]:
-        """How each of these stands."""
-        return tuple(self.receipt(update_id) for update_id in ids)
-
     def say_no(self, node: str, refusal: Refused, out: list[Effect]) -> None:
         """Count and tell a refusal."""
         self.refused[refusal.reason] += 1
@@ -302,7 +314,7 @@ class Intake:
         update_id = header.update_id
         self.say_no(update_id.node, refusal, out)
         receipt = Receipt(update_id=update_id, state=State.REFUSED, reason=refusal.reason.value, message=refusal.message)
-        self._receipts.refuse(receipt)
+        self._receipts.note(receipt)
         member = self._members.get(update_id.node)
         if member is not None:
             member.refused += 1
@@ -315,9 +327,21 @@ class Intake:
             out.append(Discard(update_id=update_id))
             out.append(Settle(receipts=(receipt,)))
 
+    def _refuse_with(self, header: UpdateHeader, no: Receipt, out: list[Effect]) -> None:
+        """Settle a partial, all of which is stored, by a receipt that names what to leave out."""
+        self.say_no(header.update_id.node, Refused(Reason(no.reason), no.message), out)
+        self._receipts.note(no)
+        self.arrivals.remove(header.update_id)
+        out.append(Discard(update_id=header.update_id))
+        out.append(Settle(receipts=(no,)))
+
     def _undo(self, header: UpdateHeader, refusal: Refused, out: list[Effect]) -> None:
         """Forget an update as if it had never been offered; those who wait for it hear why."""
         self.say_no(header.update_id.node, refusal, out)
         receipt = Receipt(update_id=header.update_id, state=State.UNKNOWN, reason=refusal.reason.value, message=refusal.message)
         out.append(Discard(update_id=header.update_id))
         out.append(Settle(receipts=(receipt,)))
+
+
+def _naming(header: UpdateHeader, reason: Reason, message: str, ids: tuple[UpdateId, ...]) -> Receipt:
+    return Receipt(update_id=header.update_id, state=State.REFUSED, reason=reason.value, message=message, overlap=ids)

@@ -24,8 +24,8 @@ from urllib.parse import quote
 from fleetddp.common.errors import ConfigError, Reason, Refused, StorageError
 from fleetddp.common.events import Decision
 from fleetddp.common.files import File, Files, OsFiles
+from fleetddp.common.high_water import INCARNATIONS, Mark, after
 from fleetddp.common.layout import Layout
-from fleetddp.common.receipts import INCARNATIONS
 from fleetddp.common.recovered import (
     Recovered,
     decision_from_json,
@@ -62,20 +62,22 @@ CRASH_POINTS = (
     "publish:directory-synced",
     "publish:rows-written",
     "publish:committed",
-    "publish:file-retired",
+    "sweep:file-removed",
     "ended:rows-written",
     "ended:committed",
     "recover:file-removed",
 )
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _SCHEMA = (
     "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL)",  # run, layout, began, window, decision, finished
     "CREATE TABLE updates (place INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, at REAL NOT NULL, kind TEXT NOT NULL, body TEXT)",
     "CREATE TABLE versions (number INTEGER PRIMARY KEY, payload_start INTEGER NOT NULL, body TEXT NOT NULL)",
     "CREATE TABLE merged (id TEXT PRIMARY KEY, version INTEGER NOT NULL)",
     "CREATE TABLE high_water (node TEXT, incarnation INTEGER, sequence INTEGER NOT NULL, PRIMARY KEY (node, incarnation))",
+    "ALTER TABLE high_water ADD COLUMN settled TEXT",  # hexadecimal, see ``Mark``; NULL (by schema 1): all of it
 )
+_NEW = {1: 5}  # statements of ``_SCHEMA`` that an older schema has already
 
 
 class Journal:
@@ -84,6 +86,8 @@ class Journal:
     Raises ``StorageError`` when the disk refuses, or another process has the journal open; ``ConfigError`` when the folder is
     another run's. All methods may be called from several threads. ``at`` is called with each of ``CRASH_POINTS`` as it is passed.
     """
+
+    _suffix = "safetensors"  # of a version's file
 
     def __init__(
         self,
@@ -105,6 +109,7 @@ class Journal:
         self._versions = directory / "versions"
         self._lock = threading.Lock()  # over the connection and _staged
         self._staged: dict[UpdateId, StagedFile] = {}
+        self._retired: list[Path] = []  # what ``sweep`` is to remove
         with storage(f"cannot open the journal in {directory}"):
             for folder in (self._payloads, self._versions):
                 self._files.make_dir(folder)
@@ -128,12 +133,13 @@ class Journal:
         self._files.fsync_dir(self.directory)
         with suppress(PermissionError):  # where we may not read the parent, we did not make this folder either
             self._files.fsync_dir(self.directory.parent)
-        if schema == 0:
+        if schema < _SCHEMA_VERSION:
             with self._transaction("create") as db:
-                for statement in _SCHEMA:
+                for statement in _SCHEMA[_NEW.get(schema, 0) :]:
                     db.execute(statement)
                 db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
-                self._set("run", self.run)
+                if schema == 0:
+                    self._set("run", self.run)
         run = self._fact("run")
         if run != self.run:
             raise ConfigError(f"{self.directory} is the journal of run {run!r}, not of {self.run!r}: give that its own folder")
@@ -154,10 +160,10 @@ class Journal:
             accepted = tuple(update_from_json(row[0]) for row in self._db.execute("SELECT body FROM updates ORDER BY place"))
             versions = [version_from_json(row[0]) for row in self._db.execute("SELECT body FROM versions ORDER BY number")]
             merged = {UpdateId.parse(i): v for i, v in self._db.execute("SELECT id, version FROM merged")}
-            high = {(n, i): s for n, i, s in self._db.execute("SELECT node, incarnation, sequence FROM high_water")}
+            marks = {(n, i): Mark.of_row(s, bits) for n, i, s, bits in self._db.execute("SELECT * FROM high_water")}
             facts: dict[str, str] = dict(self._db.execute("SELECT name, value FROM facts"))
             self._clean(self._payloads, {_payload_name(u.update_id): u.payload_bytes for u in accepted})
-            self._clean(self._versions, {_version_name(v.number): v.payload_bytes for v in versions})
+            self._clean(self._versions, {self._version_name(v.number): v.payload_bytes for v in versions})
         return Recovered(
             run=self.run,
             layout=Layout.from_json(facts["layout"].encode()) if "layout" in facts else None,
@@ -166,7 +172,8 @@ class Journal:
             window_opened_at=json.loads(facts["window"]) if "window" in facts else None,
             accepted=accepted,
             decision=decision_from_json(facts["decision"]) if "decision" in facts else None,
-            high_water=high,
+            high_water={process: mark.sequence for process, mark in marks.items()},
+            gaps={process: gaps for process, mark in marks.items() if (gaps := mark.gaps)},
             merged=merged,
             finished=facts.get("finished", ""),
         )
@@ -277,12 +284,12 @@ class Journal:
             return file
 
     def publish(self, version: Version, draft: File, *, payload_start: int, layout: Layout, decision: Decision | None) -> None:
-        """Make a version durable and settle what is merged into it, in one transaction; then drop what is no longer kept.
+        """Make a version durable and settle what is merged into it, in one transaction; ``sweep`` removes the files of it.
 
         ``payload_start`` is the byte of the file at which the published payload begins. Without a decision (version 0) an
         accepted ``init`` is what is settled. Closes ``draft``.
         """
-        target = self._versions / _version_name(version.number)
+        target = self._versions / self._version_name(version.number)
         with storage(f"cannot publish version {version.number}"):
             try:
                 self.at("publish:begun")
@@ -315,11 +322,18 @@ class Journal:
             retired = [n for (n,) in db.execute("SELECT number FROM versions WHERE number < ?", (oldest,))]
             db.execute("DELETE FROM versions WHERE number < ?", (oldest,))
             db.execute("DELETE FROM merged WHERE version < ?", (oldest,))
-        files = [self._payload_path(i) for i in settled] + [self._versions / _version_name(n) for n in retired]
+        with self._lock:
+            self._retired += [self._payload_path(i) for i in settled]
+            self._retired += [self._versions / self._version_name(n) for n in retired]
+
+    def sweep(self) -> None:
+        """Remove the files of what is settled, and of versions no longer kept: nobody waits for that."""
+        with self._lock:
+            files, self._retired = self._retired, []
         for path in files:
-            with suppress(OSError):  # the version stands; a file that cannot be removed now is removed by ``recover``
+            with suppress(OSError):  # one that cannot be removed now is removed by ``recover``
                 self._files.unlink(path)
-            self.at("publish:file-retired")
+            self.at("sweep:file-removed")
 
     def _settled_by(self, decision: Decision | None) -> tuple[tuple[UpdateId, ...], tuple[UpdateId, ...]]:
         """(updates whose payloads a version settles, leaf updates they stand for)."""
@@ -341,7 +355,7 @@ class Journal:
             if row is None:
                 kept = [n for (n,) in self._db.execute("SELECT number FROM versions ORDER BY number")]
                 raise Refused(Reason.UNKNOWN_VERSION, f"version {number} is not kept here; kept: {kept or 'none yet'}")
-            return VersionReader(self._files.open(self._versions / _version_name(number)), row[0], version_from_json(row[1]))
+            return VersionReader(self._files.open(self._versions / self._version_name(number)), row[0], version_from_json(row[1]))
 
     # ---- rows -----------------------------------------------------------------------------------------------------------------
 
@@ -369,10 +383,18 @@ class Journal:
 
     def _raise_high_water(self, ids: list[UpdateId]) -> None:
         """What is settled now stays known when ``merged`` has forgotten it; ``INCARNATIONS`` marks are kept for a node."""
+        marks: dict[tuple[str, int], Mark] = {}
+        for node, incarnation, sequence in ids:
+            process = (node, incarnation)
+            if process not in marks:
+                row = self._db.execute(
+                    "SELECT sequence, settled FROM high_water WHERE node=? AND incarnation=?", process
+                ).fetchone()
+                marks[process] = after(Mark.of_row(*row) if row else None, sequence)
+            marks[process] = after(marks[process], sequence)
         self._db.executemany(
-            "INSERT INTO high_water (node, incarnation, sequence) VALUES (?, ?, ?) "
-            "ON CONFLICT (node, incarnation) DO UPDATE SET sequence = max(sequence, excluded.sequence)",
-            ids,
+            "INSERT OR REPLACE INTO high_water (node, incarnation, sequence, settled) VALUES (?, ?, ?, ?)",
+            [(*process, mark.sequence, f"{mark.settled:x}") for process, mark in marks.items()],
         )
         kept = "SELECT incarnation FROM high_water WHERE node = :node ORDER BY incarnation DESC LIMIT :kept"
         self._db.executemany(
@@ -385,13 +407,12 @@ class Journal:
     def _payload_path(self, update_id: UpdateId) -> Path:
         return self._payloads / _payload_name(update_id)
 
+    def _version_name(self, number: int) -> str:
+        return f"{number}.{self._suffix}"
+
     def _draft_path(self, number: int) -> Path:
         return self._versions / f"{number}.partial"
 
 
 def _payload_name(update_id: UpdateId) -> str:
     return f"{quote(update_id.node, safe='')}.{update_id.incarnation}.{update_id.sequence}"
-
-
-def _version_name(number: int) -> str:
-    return f"{number}.safetensors"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -19,6 +19,7 @@ from fleetddp.common.config import MembersConfig
 from fleetddp.common.errors import Reason, Refused
 from fleetddp.common.events import Heartbeat, Join
 from fleetddp.common.update import NO_VERSION, Tier, Update, UpdateId
+from fleetddp.common.work import Speed
 
 REMEMBERED = 65_536  # members that are gone
 
@@ -41,6 +42,8 @@ class Member:
     payload_bytes: int = 0
     staleness: int = 0  # of its newest accepted update
     last_window: int = -1  # the window its newest update arrived in
+    joined_at: float = -math.inf
+    speed: Speed | None = None  # that it has shown
     # in the window that is open
     arrived: set[str] = field(default_factory=set)  # leaf nodes whose updates came through this member
     spoiled: bool = False  # its update was bad
@@ -63,6 +66,7 @@ class Member:
             "arrived": bool(self.arrived),
             "stalled": self.stalled > 0,
             "metrics": self.metrics,
+            "step_s": None if self.speed is None else self.speed.step_s,
         }
 
     def weights(self) -> tuple[int, int, int]:
@@ -119,7 +123,7 @@ class Membership:
             raise superseded(event.node, event.incarnation, member.incarnation)
         before = self._take_out(member)
         member.tier, member.incarnation, member.leaves = event.tier, event.incarnation, _leaves(event.tier, event.leaves)
-        member.presumed = False
+        member.presumed, member.joined_at = False, now
         self._revive(member, now)
         self._put_back(member, before)
         return member
@@ -238,6 +242,10 @@ class Membership:
         member.seen_at = now
         if member.live:
             self._leases.move_to_end(member.node)
+
+    def speeds(self) -> Iterator[Speed]:
+        """Those that the live members have shown."""
+        return (member.speed for member in self._leases.values() if member.speed is not None)
 
     def live(self) -> dict[str, int]:
         """How many members of each tier are live."""

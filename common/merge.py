@@ -71,7 +71,7 @@ def plan(updates: Sequence[Update], version: int, config: MergeConfig) -> tuple[
     are parts of one longer update: added, with the weight of their summed samples. A gradient is the delta of one step of
     ``gradient_lr``. A partial's row already is a sum of w u. Buffers are averaged: sum(w d b) / sum(w d).
     """
-    joint = _joint_samples(updates)
+    joint = joint_samples(updates)
     rows = [row for update in sorted(updates, key=lambda u: u.update_id) for row in _rows(update, version, config, joint)]
     means = _tier_means(rows, config)
     buffered = math.fsum(row.buffer_samples * row.discount for row in rows)
@@ -104,7 +104,7 @@ def _tier_means(rows: Sequence[_Row], config: MergeConfig) -> dict[Tier, _Mean]:
     return {tier: _Mean(math.fsum(samples[tier]), shares[tier] / present) for tier in samples}
 
 
-def _joint_samples(updates: Sequence[Update]) -> dict[tuple[str, int], float]:
+def joint_samples(updates: Sequence[Update]) -> dict[tuple[str, int], float]:
     """Samples of each member on each base, all its updates together."""
     parts: dict[tuple[str, int], list[float]] = defaultdict(list)
     for update in updates:
@@ -154,7 +154,8 @@ class Operand:
         """f32[n] of an element interval of the layout, within one section; not to be written to."""
         first = row * self._geometry.layout.elements
         elements = (first + interval[0], first + interval[1])
-        return self._geometry.decode(tensor_over(self._read(*self._geometry.byte_range(elements))), elements)
+        data = tensor_over(self._read(*self._geometry.byte_range(elements)))
+        return self._geometry.decode(data, elements, checked=True)  # by staging; what comes out of a merge is checked again
 
 
 def weighted_sum(

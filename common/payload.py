@@ -1,8 +1,9 @@
 """Where elements lie in the encoded bytes of an update or a version, and which of them have arrived.
 
 The *canonical payload* of a vector is the codec's bytes of its parameters, then its buffers in float32; the rows of a partial
-follow one another. Parameters and buffers of each row are the payload's *sections*: a section starts a block, and nothing that
-is sent, checked or decoded at once crosses from one into the next. Row r starts at element r * layout.elements.
+follow one another. (Where the parameters of a partial are in float64, so are its buffers.) Parameters and buffers of each row are
+the payload's *sections*: a section starts a block, and nothing that is sent, checked or decoded at once crosses from one into
+the next. Row r starts at element r * layout.elements.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Geometry:
         self.layout = layout
         self.codec = codec
         self.rows = rows
-        self._buffer_codec = get("float32")
+        self._buffer_codec = get("float64" if codec.spec == "float64" else "float32")
         self._buffer_elements = layout.buffer_elements if buffers else 0
         self._parameter_bytes = codec.encoded_bytes(layout.parameters)
         self.row_bytes = self._parameter_bytes + self._buffer_codec.encoded_bytes(self._buffer_elements)
@@ -103,9 +104,9 @@ class Geometry:
             raise ConfigError(f"{values.numel()} values for the interval {interval}")
         return section.codec.encode(values)
 
-    def decode(self, data: Tensor, interval: Interval) -> Tensor:
-        """The inverse of ``encode``; raises what ``Codec.decode`` does."""
-        return self._section_of(interval).codec.decode(data, interval[1] - interval[0])
+    def decode(self, data: Tensor, interval: Interval, *, checked: bool = False) -> Tensor:
+        """The inverse of ``encode``; ``checked`` and what it raises are ``Codec.decode``'s."""
+        return self._section_of(interval).codec.decode(data, interval[1] - interval[0], checked=checked)
 
     def _sections(self, row: int) -> list[Section]:
         """Of one row: its parameters, then its buffers if there are any."""

@@ -25,7 +25,7 @@ from fleetddp.common.merge import Operand, weighted_sum
 from fleetddp.common.outer import OuterOptimizer
 from fleetddp.common.payload import Geometry
 from fleetddp.common.stored import storage
-from fleetddp.common.update import Interval, Update, UpdateId, Version
+from fleetddp.common.update import Interval, Update, Version
 from fleetddp.common.version_file import BLOCK_ELEMENTS, VersionFile, VersionWriter, blocks
 
 Weights = Callable[[Interval, Tensor], Tensor]  # (elements, out f32[n]) -> out, holding those elements
@@ -93,7 +93,7 @@ class Publisher:
                 )
                 for interval in blocks(0, layout.parameters):
                     writer.parameters(interval, *step.parameters(interval))
-                for interval in _buffer_blocks(layout):
+                for interval in buffer_blocks(layout):
                     writer.buffers(step.buffers(interval))
                 digest = writer.finish(number=decision.version, updates=len(decision.leaf_ids), scalars=step.scalars)
                 version = Version(
@@ -125,15 +125,18 @@ class Publisher:
         return lambda term: operands[term.update_id]
 
     def _operand(self, update: Update, layout: Layout) -> Operand:
-        return Operand(Geometry.of_update(update.header, layout), self._reader(update.update_id))
+        return accepted_operand(self._journal, update, layout)
 
-    def _reader(self, update_id: UpdateId) -> Callable[[int, int], bytes]:
-        # Opened for each block anew: a window may hold more updates than a process may have open files.
-        def read(start: int, stop: int) -> bytes:
-            with self._journal.payload(update_id) as payload:
-                return payload.read(start, stop)
 
-        return read
+def accepted_operand(journal: Journal, update: Update, layout: Layout) -> Operand:
+    """The decoded rows of an accepted update."""
+
+    # Opened for each block anew: a window may hold more updates than a process may have open files.
+    def read(start: int, stop: int) -> bytes:
+        with journal.payload(update.update_id) as payload:
+            return payload.read(start, stop)
+
+    return Operand(Geometry.of_update(update.header, layout), read)
 
 
 class _Step:
@@ -199,10 +202,11 @@ def _copy(weights: Weights, writer: VersionWriter, layout: Layout) -> int:
     block = torch.empty(min(BLOCK_ELEMENTS, layout.elements), dtype=torch.float32)
     for start, stop in blocks(0, layout.parameters):
         writer.parameters((start, stop), weights((start, stop), block[: stop - start]), {})
-    for start, stop in _buffer_blocks(layout):
+    for start, stop in buffer_blocks(layout):
         writer.buffers(weights((start, stop), block[: stop - start]))
     return writer.finish(number=0, updates=0, scalars={})
 
 
-def _buffer_blocks(layout: Layout) -> Iterator[Interval]:
+def buffer_blocks(layout: Layout) -> Iterator[Interval]:
+    """The buffers, cut as ``blocks`` does."""
     return blocks(layout.buffer_start, layout.buffer_start + layout.buffer_elements)

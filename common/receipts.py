@@ -1,36 +1,40 @@
 """What became of each update: enough to answer a repeat, in bounded memory.
 
 Accepted updates are remembered until they are settled. Of the settled ones the newest are remembered by id; of those that
-were merged and forgotten, here or by the journal, a high-water mark for each (node, incarnation) is kept, their largest
-sequence: a member offers its updates in order, each when the one before is accepted or settled, so that anything at or below
-the mark has been settled. For the same reason a few marks of a node are enough: what processes older than all of them sent has
-been settled too. A partial stands for its leaf updates: a leaf id in it counts as accepted or merged with it.
+were merged and forgotten, here or by the journal, high-water marks are kept (``high_water``). A partial stands for its leaf
+updates: a leaf id in it counts as accepted or merged with it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from fleetddp.common.errors import Reason
+from fleetddp.common.high_water import HighWater, Mark
 from fleetddp.common.update import NO_VERSION, Receipt, State, Update, UpdateId
 
 REMEMBERED = 65_536  # settled ids
-INCARNATIONS = 8  # marks kept for one node, those of its newest processes
 
 
 class Receipts:
     """The state of every update this aggregator has answered for."""
 
     def __init__(
-        self, high_water: Mapping[tuple[str, int], int], merged: Mapping[UpdateId, int], remembered: int = REMEMBERED
+        self,
+        high_water: Mapping[tuple[str, int], int],
+        merged: Mapping[UpdateId, int],
+        remembered: int = REMEMBERED,
+        *,
+        gaps: Mapping[tuple[str, int], Collection[int]] | None = None,
     ) -> None:
         self._remembered = remembered
         self._accepted: dict[UpdateId, Update] = {}  # by own id and by each leaf id
+        self._held: set[UpdateId] = set()
         self._settled: OrderedDict[UpdateId, Receipt] = OrderedDict()  # oldest first
-        self._marks: dict[str, dict[int, int]] = {}  # node -> incarnation -> sequence
+        self._marks = HighWater()
         for (node, incarnation), sequence in sorted(high_water.items()):
-            self._raise_mark(UpdateId(node, incarnation, sequence))
+            self._marks.put(node, incarnation, Mark.at(sequence, (gaps or {}).get((node, incarnation), ())))
         for update_id, version in sorted(merged.items(), key=lambda item: (item[1], item[0])):
             self._settle(Receipt(update_id=update_id, state=State.MERGED, version=version))
 
@@ -49,8 +53,8 @@ class Receipts:
         """Settle an accepted update, and the leaf updates in it, that no version will ever hold."""
         return self._close(update_id, State.EXPIRED, NO_VERSION, reason.value, message)
 
-    def refuse(self, receipt: Receipt) -> None:
-        """Remember a refusal, so that a repeat gets the same answer."""
+    def note(self, receipt: Receipt) -> None:
+        """Remember how an update was settled, so that a repeat gets the same answer."""
         self._settle(receipt)
 
     def accepted(self, update_id: UpdateId) -> Update | None:
@@ -59,20 +63,45 @@ class Receipts:
 
     def find(self, update_id: UpdateId) -> Receipt | None:
         """The receipt of an update accepted or settled here; None if it was never heard of."""
-        if update_id in self._accepted:
+        if update_id in self._accepted or update_id in self._held:
             return Receipt(update_id=update_id, state=State.ACCEPTED)
         receipt = self._settled.get(update_id)
-        if receipt is None and self._below_mark(update_id):
+        if receipt is None and self._marks.covers(update_id):
             return Receipt(update_id=update_id, state=State.MERGED, message="settled; the version is no longer remembered")
         return receipt
 
     def taken(self, ids: Iterable[UpdateId]) -> tuple[UpdateId, ...]:
-        """Those of ``ids`` that were accepted or merged already: a sum that holds them must not be merged."""
-        return tuple(i for i in ids if (r := self.find(i)) is not None and r.state in (State.ACCEPTED, State.MERGED))
+        """Those of ``ids`` that were accepted or settled already: a sum that holds them must not be merged."""
+        return tuple(i for i in ids if self.find(i) is not None)
+
+    def held_by(self, update_id: UpdateId) -> tuple[UpdateId, ...]:
+        """An accepted update's id and those of the leaf updates in it."""
+        return _all_ids(self._accepted[update_id])
+
+    def release(self, update_id: UpdateId) -> Update:
+        """Forget an accepted update, and the leaf updates in it, as if it had never been offered."""
+        update = self._accepted[update_id]
+        for held in _all_ids(update):
+            del self._accepted[held]
+        return update
+
+    def hold(self, update_id: UpdateId) -> None:
+        """A parent has accepted this update, which is not here: it counts as accepted until ``close`` or ``unhold``."""
+        self._held.add(update_id)
+
+    def unhold(self, update_id: UpdateId) -> None:
+        """The parent does not have it after all."""
+        self._held.discard(update_id)
+
+    def close(self, receipt: Receipt) -> None:
+        """Settle one update, accepted or held, by a final receipt of a parent."""
+        self._accepted.pop(receipt.update_id, None)
+        self._held.discard(receipt.update_id)
+        self._settle(receipt)
 
     def newest(self, node: str) -> int:
         """The newest incarnation of this node that there is a mark of; -1 for none."""
-        return max(self._marks.get(node, ()), default=-1)
+        return self._marks.newest(node)
 
     def _close(self, update_id: UpdateId, state: State, version: int, reason: str, message: str) -> tuple[Receipt, ...]:
         receipts = []
@@ -88,19 +117,7 @@ class Receipts:
         if len(self._settled) > self._remembered:
             _, oldest = self._settled.popitem(last=False)
             if oldest.state is State.MERGED:
-                self._raise_mark(oldest.update_id)
-
-    def _raise_mark(self, update_id: UpdateId) -> None:
-        marks = self._marks.setdefault(update_id.node, {})
-        marks[update_id.incarnation] = max(update_id.sequence, marks.get(update_id.incarnation, -1))
-        if len(marks) > INCARNATIONS:
-            del marks[min(marks)]
-
-    def _below_mark(self, update_id: UpdateId) -> bool:
-        marks = self._marks.get(update_id.node, {})
-        if len(marks) == INCARNATIONS and update_id.incarnation < min(marks):
-            return True
-        return update_id.sequence <= marks.get(update_id.incarnation, -1)
+                self._marks.settle(oldest.update_id)
 
 
 def _all_ids(update: Update) -> tuple[UpdateId, ...]:

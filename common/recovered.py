@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from fleetddp.common.events import Decision, Term
+from fleetddp.common.events import Decision, Joined, Sealing, Term
 from fleetddp.common.layout import Layout
-from fleetddp.common.update import Group, Kind, Slice, Tier, Update, UpdateHeader, UpdateId, Version
+from fleetddp.common.update import (
+    Group,
+    Kind,
+    Receipt,
+    Slice,
+    State,
+    Tier,
+    Update,
+    UpdateHeader,
+    UpdateId,
+    Version,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +35,7 @@ class Recovered:
     accepted: tuple[Update, ...] = ()  # acknowledged and not settled, in the order they were accepted
     decision: Decision | None = None  # journaled, its version not yet published
     high_water: Mapping[tuple[str, int], int] = field(default_factory=dict)  # (node, incarnation) -> largest sequence merged
+    gaps: Mapping[tuple[str, int], Collection[int]] = field(default_factory=dict)  # below those: sequences not merged
     merged: Mapping[UpdateId, int] = field(default_factory=dict)  # of the versions kept: id -> the version it is in
     finished: str = ""
 
@@ -31,6 +43,20 @@ class Recovered:
     def empty(cls, run: str) -> Recovered:
         """The state of a new run."""
         return cls(run=run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveredRegion:
+    """What a region's journal holds besides: who it is, its partials, its parent's rules."""
+
+    node: str
+    incarnation: int  # of this process: higher than any before
+    sequence: int = 0  # of its newest partial
+    sealings: tuple[
+        tuple[Sealing, Update | None], ...
+    ] = ()  # decided and not concluded, in order; with the partial, if it is made
+    rules: Joined | None = None
+    closed: tuple[Receipt, ...] = ()  # of updates that were settled otherwise than by a version
 
 
 def update_to_json(update: Update) -> str:
@@ -109,6 +135,49 @@ def decision_from_json(text: str) -> Decision:
         reason=row["reason"],
         metrics=row["metrics"],
     )
+
+
+def sealing_to_json(sealing: Sealing) -> str:
+    """The journal row of a sealing."""
+    bare = Update(header=sealing.header, samples=0.0, squared_norm=0.0, payload_bytes=0, slices=())
+    terms = [[[t.update_id, t.row, t.coefficient, t.buffer_coefficient] for t in group] for group in sealing.terms]
+    rest = {"at": sealing.at, "ids": sealing.ids, "reason": sealing.reason, "residuals_from": sealing.residuals_from}
+    return json.dumps({"header": update_to_json(bare), "terms": terms, **rest})
+
+
+def sealing_from_json(text: str) -> Sealing:
+    """The inverse of ``sealing_to_json``."""
+    row = json.loads(text)
+    return Sealing(
+        header=update_from_json(row["header"]).header,
+        at=row["at"],
+        terms=tuple(tuple(_term(*term) for term in group) for group in row["terms"]),
+        ids=_ids(row["ids"]),
+        reason=row["reason"],
+        residuals_from=row["residuals_from"],
+    )
+
+
+def receipt_to_json(receipt: Receipt) -> str:
+    """The journal row of a final receipt."""
+    return json.dumps([receipt.update_id, receipt.state.value, receipt.version, receipt.reason, receipt.message])
+
+
+def receipt_from_json(text: str) -> Receipt:
+    """The inverse of ``receipt_to_json``."""
+    update_id, state, version, reason, message = json.loads(text)
+    return Receipt(update_id=UpdateId(*update_id), state=State(state), version=version, reason=reason, message=message)
+
+
+def rules_to_json(rules: Joined) -> str:
+    """The journal's note of what a parent said at a join; its receipts are left out."""
+    return json.dumps({**{f.name: getattr(rules, f.name) for f in fields(rules)}, "receipts": ()})
+
+
+def rules_from_json(text: str) -> Joined:
+    """The inverse of ``rules_to_json``."""
+    row = json.loads(text)
+    return Joined(**{**row, "codecs": tuple(row["codecs"]), "receipts": ()})
 
 
 def version_to_json(version: Version) -> str:

@@ -46,6 +46,10 @@ class Telemetry:
         who = f"{what.node}: " if what.node else ""
         _log.log(logging.WARNING if what.what in _LOUD else logging.INFO, "%s: %s%s", what.what, who, what.message)
 
+    def note(self, message: str) -> None:
+        """Log what mends itself and a person may want to know."""
+        _log.warning("%s", message)
+
     def count(self, what: str) -> None:
         """Count something that was logged elsewhere."""
         self._events[what] += 1

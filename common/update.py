@@ -162,4 +162,4 @@ class Receipt:
     reason: str = ""  # of REFUSED: a Reason's value
     message: str = ""
     duplicate: bool = False  # this push was a repeat; settled before
-    overlap: tuple[UpdateId, ...] = ()  # of a partial refused with OVERLAP: the ids to leave out
+    overlap: tuple[UpdateId, ...] = ()  # of a partial refused with OVERLAP or STALE: the ids to leave out

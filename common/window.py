@@ -170,7 +170,8 @@ def decide(now: float, counts: Counts, policy: WindowPolicy) -> Verdict:
     if now >= counts.deadline_at:
         if counts.arrived >= policy.min_updates:
             return Verdict(Action.MERGE, None, Why.DEADLINE, counts, policy)
-        return Verdict(Action.EXTEND, now + policy.deadline_s, Why.EXTENDED, counts, policy)
+        until = now + policy.deadline_s  # a region's may be infinite, and its window end in time for the parent's all the same
+        return Verdict(Action.EXTEND, until if until < math.inf else None, Why.EXTENDED, counts, policy)
     until = counts.deadline_at
     if now < counts.settling_until:
         until = min(until, counts.settling_until)
@@ -225,7 +226,8 @@ def _sentence(why: Why, counts: Counts, policy: WindowPolicy) -> str:
         return f"quorum with {have}: the grace of {counts.grace_s:.3g} s is over, {counts.outstanding} still on their way"
     if why is Why.DEADLINE:
         return f"deadline with {have} of {counts.expected} members expected"
-    return f"deadline with {have}, at least {policy.min_updates} needed: extended by {policy.deadline_s:.3g} s"
+    by = f" by {policy.deadline_s:.3g} s" if math.isfinite(policy.deadline_s) else ""
+    return f"deadline with {have}, at least {policy.min_updates} needed: extended{by}"
 
 
 class Grace:

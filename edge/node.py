@@ -32,8 +32,9 @@ from fleetddp.common.payload import Geometry, tensor_over
 from fleetddp.common.task import Task, load
 from fleetddp.common.transport import MEMBER_REASONS, Parent
 from fleetddp.common.transport.backoff import Backoff
+from fleetddp.common.transport.failover import connect
 from fleetddp.common.transport.session import Session
-from fleetddp.common.transport.uplink import Patience, Uplink
+from fleetddp.common.transport.uplink import Patience
 from fleetddp.common.update import NO_VERSION, Kind, Receipt, State, Tier
 from fleetddp.edge.outbox import Nature, Outbox
 from fleetddp.edge.trainer import TRAINERS, Work
@@ -166,7 +167,7 @@ class EdgeNode:
 
     def _train(self) -> None:
         """One unit of work, into the outbox."""
-        work = self._trainer.train(self._is_going)
+        work = self._trainer.train(self._is_going, self._session.steps or None)
         if work is None:
             return
         self.counts["units"] += 1
@@ -301,7 +302,14 @@ def run_node(config: FleetConfig, *, name: str) -> None:
     """``fleetddp edge``: run one node until the run is finished, or SIGTERM ends it; both return. Ctrl-C raises."""
     if config.task is None:
         raise ConfigError("task: an edge node needs a Task; give task.target in the fleet file")
-    parent = Uplink(config.coordinator.address, config.security, node=name, run=config.run, patience=patience(config))
+    parent = connect(
+        config.edge.parents or (config.coordinator.address,),
+        config.security,
+        node=name,
+        run=config.run,
+        patience=patience(config),
+        after_s=config.members.lease_s,
+    )
     serve(EdgeNode(config, load(config.task), parent, name=name))
 
 

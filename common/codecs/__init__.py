@@ -7,19 +7,23 @@ from functools import lru_cache
 from fleetddp.common.codecs.base import BLOCK, Codec
 from fleetddp.common.codecs.bfloat16 import Bfloat16
 from fleetddp.common.codecs.float32 import Float32
+from fleetddp.common.codecs.float64 import Float64
 from fleetddp.common.codecs.int4 import Int4
 from fleetddp.common.codecs.int8 import Int8
 from fleetddp.common.codecs.topk import TopK
 from fleetddp.common.errors import Reason, Refused
 
-NAMES = ("float32", "bfloat16", "int8", "int4", "topk")  # before the colon of a spec
+NAMES = ("float32", "bfloat16", "int8", "int4", "topk", "float64")  # before the colon of a spec
 
 __all__ = ["BLOCK", "NAMES", "Codec", "get"]
 
 
 @lru_cache(maxsize=64)  # a codec has no state; a spec may come from anybody
 def get(spec: str) -> Codec:
-    """The codec of a spec: ``float32``, ``bfloat16``, ``int8``, ``int4`` or ``topk:R``; raises ``Refused(UNKNOWN_CODEC)``."""
+    """The codec of a spec: ``float32``, ``bfloat16``, ``int8``, ``int4``, ``topk:R``, or of a partial ``float64``.
+
+    Raises ``Refused(UNKNOWN_CODEC)``.
+    """
     match spec.split(":"):
         case ["float32"]:
             return Float32()
@@ -29,6 +33,8 @@ def get(spec: str) -> Codec:
             return Int8()
         case ["int4"]:
             return Int4()
+        case ["float64"]:
+            return Float64()
         case ["topk", ratio] if TopK.accepts(ratio):
             return TopK(ratio)
     known = "float32, bfloat16, int8, int4, topk:R with 0 < R <= 1, e.g. topk:0.03"

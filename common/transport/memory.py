@@ -36,6 +36,7 @@ from fleetddp.common.events import (
     Proceed,
     SliceRejected,
 )
+from fleetddp.common.journal import Journal
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry
 from fleetddp.common.staging import Stream
@@ -94,14 +95,17 @@ class InlineHost:
 class MemoryFleet:
     """One aggregator over a journal on disk. Its members' parents come from ``parent``; all may be used from any thread."""
 
-    def __init__(self, config: FleetConfig, clock: Clock) -> None:
+    def __init__(self, config: FleetConfig, clock: Clock, *, journal: Journal | None = None) -> None:
         self._changed = threading.Condition(threading.RLock())
-        self._journal = open_journal(config)
+        self._journal = journal if journal is not None else open_journal(config)
         self._host = InlineHost(clock)
-        self.driver: Driver = assemble(config, self._journal, clock=clock, host=self._host, telemetry=Telemetry())
+        self.driver = self._assemble(config, clock)
         self._stopped = False
         with self.turn():
             self.driver.start()
+
+    def _assemble(self, config: FleetConfig, clock: Clock) -> Driver:
+        return assemble(config, self._journal, clock=clock, host=self._host, telemetry=Telemetry())
 
     def parent(self, *, run: str = "") -> MemoryParent:
         """A member's (or a rank's) own connection."""

@@ -140,7 +140,7 @@ def unpack_join(message: pb.JoinRequest) -> Join:
         incarnation=limits.integer(message.incarnation, "incarnation"),
         run=limits.run(message.run),
         layout=limits.fingerprint(message.layout),
-        leaves=limits.integer(message.leaves, "leaves", 1, limits.MAX_LEAVES),
+        leaves=limits.integer(message.leaves, "leaves", 0, limits.MAX_LEAVES),
         open=_unpack_ids(message.open, "open"),
     )
 
@@ -159,6 +159,7 @@ def pack_joined(reply: Joined) -> pb.JoinReply:
         codecs=reply.codecs,
         receipts=[pack_receipt(r) for r in reply.receipts],
         finished=limits.text(reply.finished),
+        steps=reply.steps,
     )
 
 
@@ -177,6 +178,7 @@ def unpack_joined(message: pb.JoinReply) -> Joined:
         codecs=tuple(limits.word(c, "codec") for c in message.codecs),
         receipts=_unpack_receipts(message.receipts),
         finished=limits.text(message.finished),
+        steps=limits.integer(message.steps, "steps", 0, limits.MAX_STEPS),
     )
 
 
@@ -202,7 +204,7 @@ def unpack_heartbeat(message: pb.HeartbeatRequest) -> Heartbeat:
         open=_unpack_ids(message.open, "open"),
         metrics=limits.metrics(message.metrics),
         metrics_version=limits.version(message.metrics_version, "metrics_version"),
-        leaves=limits.integer(message.leaves, "leaves", 1, limits.MAX_LEAVES),
+        leaves=limits.integer(message.leaves, "leaves", 0, limits.MAX_LEAVES),
     )
 
 
@@ -213,6 +215,7 @@ def pack_heard(reply: Heard) -> pb.HeartbeatReply:
         closes_at=reply.closes_at,
         receipts=[pack_receipt(r) for r in reply.receipts],
         finished=limits.text(reply.finished),
+        steps=reply.steps,
     )
 
 
@@ -223,6 +226,7 @@ def unpack_heard(message: pb.HeartbeatReply) -> Heard:
         closes_at=limits.amount(message.closes_at, "closes_at"),
         receipts=_unpack_receipts(message.receipts),
         finished=limits.text(message.finished),
+        steps=limits.integer(message.steps, "steps", 0, limits.MAX_STEPS),
     )
 
 

@@ -29,7 +29,7 @@ def coordinator(say: Say, config: str) -> None:
                 say("listening")
 
     log_to_terminal()
-    logging.getLogger("fleetddp.cloud.coordinator").addHandler(Listening())
+    logging.getLogger("fleetddp.common.service").addHandler(Listening())
     Coordinator(load(config)).run()
 
 

@@ -56,7 +56,7 @@ HEADERS: list[tuple[str, UpdateHeader, Reason, str]] = [
     ("of another tier", header(A, base_version=5, tier=Tier.SITE), Reason.MALFORMED, "of tier site; a joined as edge"),
     ("too old for an edge", header(A, base_version=2), Reason.STALE, "based on version 2, 3 behind; the bound of tier edge is 2"),
     ("too old for a site", header(A, base_version=1, tier=Tier.SITE), Reason.STALE, "the bound of tier site is 3"),
-    ("a group that is too old", of_groups(replace(GROUP, base_version=2)), Reason.STALE, "based on version 2"),
+    ("a delta in float64", header(A, base_version=5, codec="float64"), Reason.UNKNOWN_CODEC, "for partials"),
 ]  # fmt: skip
 
 

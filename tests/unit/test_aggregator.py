@@ -516,7 +516,7 @@ def test_joined_says_what_a_member_needs() -> None:
         lease_s=20,
         gradient_lr=0.25,
         max_staleness=10,
-        codecs=("float32", "bfloat16", "int8", "int4", "topk"),
+        codecs=("float32", "bfloat16", "int8", "int4", "topk", "float64"),
     )
 
 

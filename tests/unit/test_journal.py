@@ -14,9 +14,9 @@ import pytest
 from fleetddp.common.errors import ConfigError, Reason, Refused, StorageError
 from fleetddp.common.events import Decision, Term
 from fleetddp.common.files import OsFile, OsFiles
+from fleetddp.common.high_water import INCARNATIONS
 from fleetddp.common.journal import Journal, Recovered
 from fleetddp.common.layout import Layout
-from fleetddp.common.receipts import INCARNATIONS
 from fleetddp.common.recovered import decision_from_json, decision_to_json, update_from_json, update_to_json
 from fleetddp.common.update import Group, Kind, Slice, Tier, Update, UpdateHeader, UpdateId, Version
 

@@ -6,7 +6,8 @@ import pytest
 from helpers.steering import durable, header, partial, uid
 
 from fleetddp.common.errors import Reason
-from fleetddp.common.receipts import INCARNATIONS, Receipts
+from fleetddp.common.high_water import INCARNATIONS
+from fleetddp.common.receipts import Receipts
 from fleetddp.common.update import Receipt, State
 
 
@@ -36,8 +37,7 @@ def test_a_partial_settles_its_leaf_updates() -> None:
     expired = receipts.expire(uid("region"), Reason.FINISHED, "over")
     assert [r.update_id for r in expired] == [uid("region"), uid("a"), uid("b", 3)]
     assert {r.state for r in expired} == {State.EXPIRED}
-    # expired is not merged: but a sum that holds it would be of a run that is over
-    assert receipts.taken([uid("a")]) == ()
+    assert receipts.taken([uid("a")]) == (uid("a"),)  # whoever sent it knows by now: it must not be merged after all
 
 
 def test_memory_is_bounded_and_what_is_forgotten_is_known_by_its_mark() -> None:
@@ -56,9 +56,9 @@ def test_memory_is_bounded_and_what_is_forgotten_is_known_by_its_mark() -> None:
 def test_a_refusal_is_remembered_but_leaves_no_mark() -> None:
     receipts = Receipts({}, {}, remembered=1)
     refusal = Receipt(update_id=uid("a"), state=State.REFUSED, reason="NOT_FINITE", message="nan")
-    receipts.refuse(refusal)
+    receipts.note(refusal)
     assert receipts.find(uid("a")) == refusal
-    receipts.refuse(Receipt(update_id=uid("b"), state=State.REFUSED, reason="STALE"))
+    receipts.note(Receipt(update_id=uid("b"), state=State.REFUSED, reason="STALE"))
     assert receipts.find(uid("a")) is None  # forgotten: it would be checked, and refused, again
 
 

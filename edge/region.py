@@ -1,0 +1,84 @@
+"""The regional aggregator as a process, the same with a parent: ``Region(config, name).run()`` is ``fleetddp region``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from fleetddp.common.clock import Clock
+from fleetddp.common.config import FleetConfig
+from fleetddp.common.driver import Driver
+from fleetddp.common.errors import FleetError
+from fleetddp.common.events import Event
+from fleetddp.common.region_assembly import assemble_region, open_region_journal, region_config
+from fleetddp.common.service import Service
+from fleetddp.common.telemetry import Telemetry
+from fleetddp.common.transport.failover import connect
+from fleetddp.common.transport.server import LoopHost
+from fleetddp.common.transport.uplink import Patience
+from fleetddp.common.transport.upward import Upward
+
+
+class Region(Service):
+    """Region ``name`` of the fleet that ``config`` (the fleet file) describes. See ``Service``.
+
+    Its members are served from its journal, with or without the parent. ``until_finished`` raises what a person must mend: the
+    parent's ``Refused`` with WRONG_RUN, WRONG_IDENTITY, ...
+    """
+
+    def __init__(self, config: FleetConfig, name: str, *, clock: Clock | None = None) -> None:
+        super().__init__(region_config(config), clock=clock)
+        self.name = name
+        self._fleet = config
+
+    def _open(self, stack: contextlib.AsyncExitStack) -> None:
+        fleet, members = self._fleet, self._fleet.members
+        self._journal = open_region_journal(fleet)
+        stack.callback(self._journal.close)
+        self._parent = connect(
+            fleet.region.parents or (fleet.coordinator.address,),
+            fleet.security,
+            node=self.name,
+            run=fleet.run,
+            patience=Patience(give_up_s=members.lease_s),
+            after_s=members.lease_s,
+        )
+        stack.callback(self._parent.close)
+
+    def _assemble(self, host: LoopHost, telemetry: Telemetry) -> Driver:
+        loop = asyncio.get_running_loop()
+
+        def tell(event: Event) -> None:
+            call(lambda: self._feed(event))
+
+        def call(what: Callable[[], None]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process is at its end
+                loop.call_soon_threadsafe(what)
+
+        entered = self._journal.enter(self.name)
+        self._upward = Upward(self._parent, self._journal, entered, run=self._fleet.run, tell=tell, call=call)
+        return assemble_region(
+            self._fleet, self._journal, entered, self._upward, clock=self._clock, host=host, telemetry=telemetry
+        )
+
+    def _feed(self, event: Event) -> None:
+        with contextlib.suppress(FleetError):  # logged where it was raised; nobody waits for an answer
+            self.driver.handle(event)
+
+    async def start(self) -> None:
+        """Recover what is durable, listen, and begin to join the parent."""
+        await super().start()
+        self._upward.start()
+
+    async def stop(self) -> None:
+        """End the session with the parent, then everything else. The region is expected back unless the run is over."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, lambda: self._upward.stop(leave=bool(self.driver.finished)))
+        self._parent.close()
+        await loop.run_in_executor(None, self._upward.close)
+        await super().stop()
+
+    def _check(self) -> None:
+        if self._upward.session.failure is not None:
+            raise self._upward.session.failure
