@@ -73,12 +73,18 @@ class Codec(ABC):
             require_vector(residual, "a residual")
             if residual.shape != x.shape:
                 raise ConfigError(f"a residual of {residual.numel()} elements for a vector of {x.numel()}")
-            x = x + residual
-        payload = self.encode(x)
         if self.lossless:
-            return payload, None
-        decoded = self.decode(payload, x.numel())
-        return payload, torch.sub(x, decoded, out=decoded)
+            return self.encode(x if residual is None else x + residual), None
+        n = x.numel()
+        out = torch.empty(self.encoded_bytes(n), dtype=torch.uint8, device=x.device)
+        left = torch.empty(n, dtype=torch.float32, device=x.device)
+        for elements, octets, m in self._runs(n, x.device):
+            due = (x[elements] if residual is None else x[elements] + residual[elements]).reshape(-1, m)
+            data, rest = out[octets].view(-1, self._size(m)), left[elements].view(-1, m)
+            self._encode(due, data)
+            self._decode(data, rest)
+            torch.sub(due, rest, out=rest)
+        return out, left
 
     @abstractmethod
     def _size(self, m: int) -> int:

@@ -83,7 +83,7 @@ def ddp_rank(job: gpt.Job) -> None:
     dist.init_process_group("gloo", init_method=f"file://{job.folder}/ranks", rank=job.rank, world_size=RANKS)
     model, optimizer = gpt.made(job.seed)
     job.warm_up(model, text.training)
-    watch = job.train(DistributedDataParallel(model), optimizer, text.training)
+    watch = job.train(DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer, text.training)
     job.meet("done")
     job.report(watch, sent=watch.sent(), corpus=text.digest, loss=gpt.evaluate(model, text.held_out))
     dist.destroy_process_group()
@@ -104,7 +104,9 @@ def site_rank(job: gpt.Job) -> None:
     given = {name: settings[name] for name in ("codec", "overlap") if name in settings}
     numbers = {ours: int(settings[name]) for name, ours in (("warmup", "warmup_sync_steps"),) if name in settings}
     every, address = int(settings["every"]), settings["address"]
-    model = FleetDDP(inner, coordinator=address, site=f"site-{job.rank}", sync_every=every, **given, **numbers)
+    model = FleetDDP(
+        inner, coordinator=address, site=f"site-{job.rank}", sync_every=every, gradient_as_bucket_view=True, **given, **numbers
+    )
     model.start()
     with contextlib.closing(Uplink(address, SecurityConfig(), node="reader")) as reader:
         up_before = reader.status()["counters"]["bytes_in"]

@@ -35,6 +35,7 @@ from fleetddp.common.config import SecurityConfig
 from fleetddp.common.errors import FleetError
 from fleetddp.common.transport.uplink import Patience, Uplink
 from fleetddp.common.update import Receipt, Slice, UpdateHeader
+from fleetddp.common.version_file import VersionFile
 from helpers import models
 from helpers.fleet import RunningCoordinator, fleet_config, on_port
 from helpers.proxy import Proxy
@@ -461,6 +462,76 @@ def trains_on_without_the_network(row: Row) -> dict[str, Any]:
         "apart": apart(model),
         "status": row.status()["counters"],
     }
+
+
+@row()
+def overlap(row: Row) -> dict[str, Any]:
+    """No coordinator from the first boundary on until the seventh step: the eighth is a boundary, and waits for the version."""
+    module = models.wide()
+    model = row.wrap(module, sync_every=4, overlap="steps", adopt_every=2, codec="int8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = DistributedDataParallel(copy.deepcopy(module))
+    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
+    row.seed()
+    resume = threading.Event()
+    versions, spread = [], []
+
+    def steps(n: int) -> None:
+        for _ in range(n):
+            data = batch(rows=4)
+            step(model, optimizer, data=data)
+            step(plain, alone, data=data)
+            versions.append(model.version)
+            spread.append(apart(model))
+
+    steps(3)
+    with _outage(row, resume.is_set):
+        steps(1)
+        sent = vector(plain.module)
+        steps(3)
+        resume.set()
+        steps(1)
+    carried = vector(module)
+    progress = vector(plain.module) - sent
+    anchors = [a.double() for a in model.site._exchange.anchor]  # those of the next update: the weights as they are
+    adopted_at = []
+    for number in range(9, 2009):
+        steps(1)
+        if model.version > 1:
+            adopted_at.append(number)
+            break
+    pushed = [(h.update_id.sequence, h.base_version, h.steps, s.samples) for h, s, _ in row.spies[0].pushed]
+    return {
+        "versions": versions[:8],
+        "apart": max(spread),
+        "base_to_carried": float((carried - progress - row.from_rank0(lambda: _published(row, 1))).abs().max()),
+        "anchored": max(
+            float((a - carried[i[0] : i[1]]).abs().max()) for a, i in zip(anchors, model.site._exchange.intervals, strict=True)
+        ),
+        "adopted_at": adopted_at,
+        "deltas": [p for p in pushed if p[2] > 1 or p[1] >= 0][:2],
+    }
+
+
+def _published(row: Row, number: int) -> Tensor:
+    """A version's parameters."""
+    assert row.coordinator is not None
+    with row.coordinator.coordinator.driver.journal.read_version(number) as reader:
+        file = VersionFile(reader)
+        layout = file.head.layout
+        return file.weights((0, layout.parameters), torch.empty(layout.parameters)).double()
+
+
+@row()
+def synchronous_start(row: Row) -> dict[str, Any]:
+    model = row.wrap(models.wide(), sync_every=3, warmup_sync_steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    row.seed()
+    versions = []
+    for _ in range(8):
+        step(model, optimizer)
+        versions.append(model.version)
+    return {"versions": versions, "apart": apart(model)}
 
 
 @row()

@@ -152,6 +152,25 @@ def test_a_site_trains_on_without_the_network(seen: dict[str, Seen]) -> None:
         assert rank["apart"] == 0.0
 
 
+def test_overlap(seen: dict[str, Seen]) -> None:
+    """A boundary waits for the version after the last update, not for its own; all ranks go on from w + (t - a)."""
+    for rank in seen["overlap"]:
+        assert rank["versions"] == [0] * 7 + [1]
+        assert rank["apart"] == 0.0
+        assert rank["base_to_carried"] < 1e-6
+        assert rank["anchored"] == 0.0
+        assert [number % 2 for number in rank["adopted_at"]] == [0]  # a candidate
+        (first, base, steps, samples), (second, next_base, next_steps, next_samples) = rank["deltas"]
+        assert (second - first, base, next_base) == (1, 0, 1)
+        assert (steps, samples, next_steps, next_samples) == (4, 16.0, 4, 16.0)
+
+
+def test_a_run_starts_synchronously(seen: dict[str, Seen]) -> None:
+    for rank in seen["synchronous_start"]:
+        assert rank["versions"] == [1, 2, 2, 2, 3, 3, 3, 4]
+        assert rank["apart"] == 0.0
+
+
 def test_forked_data_workers_live_through_a_transfer(seen: dict[str, Seen]) -> None:
     for rank in seen["forked_workers_while_a_transfer_runs"]:
         assert rank["batches"] == 8

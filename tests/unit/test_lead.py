@@ -59,10 +59,10 @@ class Known:
 class Site:
     """Two ranks that push and one more that only pulls; orders come one by one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, carry: bool = False) -> None:
         self.news, self.rendezvous = News(), Rendezvous(cast(Any, dist.HashStore()))
         known = cast(Any, Known())
-        self.lead = Lead(known, cast(Any, self.news), self.rendezvous, known, ranks=3, pushers=2, carriers=3)
+        self.lead = Lead(known, cast(Any, self.news), self.rendezvous, known, ranks=3, pushers=2, carriers=3, carry=carry)
 
     def opening(self, *, base: int = NO_VERSION, run: str = "", codec: str = "int8", tier: Tier = Tier.SITE) -> Iterator[Order]:
         return self.lead.opening(LAYOUT, codec, tier, base, run)
@@ -197,6 +197,90 @@ def test_a_version_that_is_gone_before_all_have_it_is_followed_by_a_newer_one() 
     assert next(orders) == Order(do="pull", version=5, number=3)
     site.arrive(3)
     assert next(orders) == Order(do="adopt", version=5, codec="bfloat16")
+
+
+# ---- overlap -----------------------------------------------------------------------------------------------------------------
+
+
+def overlapping(site: Site, wait_s: float | None = 0.0) -> list[Order]:
+    return list(site.lead.orders(wait_s, overlap=True))
+
+
+CARRIED = Order(do="adopt", version=1, codec="bfloat16", carry=True)
+
+
+def test_an_overlapping_boundary_pushes_and_goes_on_and_candidates_adopt() -> None:
+    site = Site(carry=True).opened()
+    assert overlapping(site, None) == [Order(do="push", number=2), GO]
+    site.news.version = 1
+    assert list(site.lead.glance()) == [GO]  # the update's fate is not known yet
+    site.answer(2)
+    assert list(site.lead.glance()) == [Order(do="pull", version=1, number=2), GO]
+    assert list(site.lead.glance()) == [GO]
+    site.arrive(2)
+    assert list(site.lead.glance()) == [CARRIED, GO]
+    assert overlapping(site, None) == [Order(do="push", number=3), GO]
+
+
+def test_an_overlapping_boundary_first_adopts_what_is_awaited() -> None:
+    site = Site(carry=True).opened()
+    overlapping(site)
+    site.answer(2)
+    site.news.version = 1
+    orders = site.lead.orders(None, overlap=True)
+    assert next(orders) == Order(do="pull", version=1, number=2)
+    site.arrive(2)
+    assert list(orders) == [CARRIED, Order(do="push", number=3), GO]
+
+
+def test_an_overlapping_boundary_whose_time_is_up_before_the_answer_makes_no_update() -> None:
+    site = Site(carry=True).opened()
+    overlapping(site)
+    assert overlapping(site) == [GO]
+    site.answer(2)  # but no version came of it in time: another update on the same base
+    assert overlapping(site) == [Order(do="push", number=3), GO]
+
+
+def test_what_was_learnt_on_a_refused_update_is_neither_carried_nor_sent() -> None:
+    site = Site(carry=True).opened()
+    overlapping(site)
+    site.answer(2, refused=1)
+    orders = site.lead.orders(None, overlap=True)
+    assert next(orders) == Order(do="pull", version=0, number=2)
+    site.arrive(2)
+    assert list(orders) == [Order(do="adopt", version=0, codec="bfloat16", dropped=True), GO]
+    assert overlapping(site) == [Order(do="push", number=3), GO]
+
+
+def test_the_last_version_is_adopted_as_it_is() -> None:
+    site = Site(carry=True).opened()
+    overlapping(site)
+    site.answer(2)
+    site.news.version, site.news.finished = 1, "enough"
+    orders = site.lead.glance()
+    assert next(orders) == Order(do="pull", version=1, number=2)
+    site.arrive(2)
+    assert list(orders) == [Order(do="adopt", version=1, codec="bfloat16"), Order(do="go", run="run", finished="enough")]
+
+
+def test_a_failure_of_any_rank_is_raised_at_a_candidate() -> None:
+    site = Site(carry=True).opened()
+    site.rendezvous.fail("", "gone wrong")
+    assert list(site.lead.glance()) == [Order(do="fail", message="gone wrong")]
+
+
+def test_a_resumed_site_awaits_the_version_after_its_update_and_carries_its_progress_on() -> None:
+    site = Site(carry=True)
+    site.news.version, site.news.wants_init = 0, False
+    assert list(site.lead.opening(LAYOUT, "int8", Tier.SITE, 0, "run", awaiting=True)) == [GO]
+    site.news.version = 1
+    orders = site.lead.orders(None, overlap=True)
+    assert next(orders) == Order(do="pull", version=1, number=1)
+    site.arrive(1)
+    assert list(orders) == [CARRIED, Order(do="push", number=1), GO]
+
+
+# ---- the end and the beginning -----------------------------------------------------------------------------------------------
 
 
 def test_the_last_version_is_adopted_before_the_end() -> None:

@@ -66,12 +66,17 @@ def test_the_first_failure_is_kept(store: Any) -> None:
     assert rank0.failure() == ("WRONG_RUN", "first")
 
 
-def test_polls_pause_longer_and_longer_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    looks = list(itertools.islice(polls(0.003), 6))
-    assert pauses == pytest.approx([0.001, 0.0015, 0.00225, 0.003, 0.003])  # none before the first look
-    assert looks == sorted(looks)
+def test_polls_see_what_is_there_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 3 % of the time waited, or 2 ms; and at least every 50 ms."""
+    looks = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: looks[-1])
+    monkeypatch.setattr(time, "sleep", lambda pause: looks.append(looks[-1] + pause))
+    assert list(itertools.islice(polls(), 300)) == looks[:300]  # none before the first look
+    pauses = [after - before for before, after in itertools.pairwise(looks)]
+    assert pauses[0] == pytest.approx(0.002)
+    assert pauses[-1] == pytest.approx(0.05)
+    assert all(pause <= max(0.002, 0.03 * waited) + 1e-9 for pause, waited in zip(pauses, looks, strict=False))
+    assert list(itertools.islice(polls(0.001), 1)) == [0.0]
 
 
 def test_a_torch_without_clone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
