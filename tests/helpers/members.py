@@ -11,8 +11,10 @@ from collections.abc import Sequence
 import google_crc32c
 
 from fleetddp.common.config import SecurityConfig
+from fleetddp.common.errors import Refused, Unreachable
 from fleetddp.common.events import ByteRange, Join, Joined
-from fleetddp.common.transport import Sink
+from fleetddp.common.transport import Parent, Sink
+from fleetddp.common.transport.failover import Failover
 from fleetddp.common.transport.session import Session
 from fleetddp.common.transport.transfers import PushTransfer
 from fleetddp.common.transport.uplink import Patience, Uplink
@@ -174,3 +176,86 @@ class Member:
             again = push(self.uplink, update_id, base_version=base, mark=mark, samples=samples)
             assert (again.state in (State.ACCEPTED, State.MERGED), again.duplicate) == (True, True), again
             self._settle(again)
+
+
+class RoamingMember(Member):
+    """A member that goes to the next of ``parents`` when one is gone, and pushes again what nobody there knows."""
+
+    def __init__(self, index: int, parents: Sequence[str], moments: Moments, *, seed: int, after_s: float = 0.5) -> None:
+        super().__init__(index, parents[0], moments, seed=seed)
+        self.uplink.close()
+        self._lost: set[UpdateId] = set()
+        patience = Patience(give_up_s=after_s, retry_s=0.02, retry_cap_s=0.2)
+
+        def dial(address: str) -> Parent:
+            return Uplink(address, SecurityConfig(), node=self.node, patience=patience)
+
+        self.failover = Failover(parents, dial, patience_s=after_s, rng=self._rng)
+        self.uplink = self.failover  # type: ignore[assignment]
+        self.session = Session(
+            self.failover,
+            Join(node=self.node, tier=Tier.EDGE, incarnation=1),
+            open_updates=self.open,
+            on_receipt=self._settle,
+            rng=random.Random(f"{seed} {index} session"),
+            retry_cap_s=0.2,
+        )
+
+    def _settle(self, receipt: Receipt) -> None:
+        super()._settle(receipt)
+        with self._changed:
+            if receipt.state is State.UNKNOWN and receipt.update_id in self.acknowledged:
+                self._lost.add(receipt.update_id)
+            elif receipt.state is not State.STAGED:
+                self._lost.discard(receipt.update_id)
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """As ``Member``; what is lost meanwhile is pushed again."""
+        self._enough.set()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive(), f"{self.node} hangs"
+        if self.error is not None:
+            raise self.error
+        over = time.monotonic() + PATIENCE_S
+        while self.open():
+            assert time.monotonic() < over, f"not settled: {self.open()}"
+            with self._changed:
+                self._changed.wait_for(lambda: self._lost or not self.open(), 1.0)
+            self._push_lost()
+
+    def _take(self, version: int) -> None:
+        self._push_lost()
+        while not self._enough.is_set():
+            try:
+                super()._take(version)
+                return
+            except (Unreachable, Refused):
+                self.session.wait_version(version, timeout_s=0.1)  # the next parent may be behind
+
+    def _give(self, base: int) -> None:
+        update_id = UpdateId(self.node, 1, len(self.pushed) + 1)
+        mark, samples = update_id.sequence * STRIDE + self.index, float(self._rng.randint(1, 5))
+        self.pushed[update_id] = mark, samples, base
+        self._push(update_id)
+        self._moments.note("acknowledged")
+
+    def _push_lost(self) -> None:
+        for update_id in sorted(self._lost):
+            self._push(update_id)
+
+    def _push(self, update_id: UpdateId) -> None:
+        """Until somebody has it."""
+        mark, samples, base = self.pushed[update_id]
+        over = time.monotonic() + PATIENCE_S
+        while update_id in self.open():
+            assert time.monotonic() < over, f"{update_id} cannot be delivered"
+            try:
+                receipt = push(self.uplink, update_id, base_version=base, mark=mark, samples=samples)
+            except (Unreachable, Refused):
+                self.session.wait_version(base + 1_000_000, timeout_s=0.1)
+                continue
+            assert receipt.state in (State.ACCEPTED, State.MERGED), receipt
+            self.acknowledged[update_id] = receipt
+            self._settle(receipt)
+            return

@@ -15,6 +15,7 @@ from fleetddp.common.transport.transfers import PushTransfer
 from fleetddp.common.transport.uplink import Uplink
 from fleetddp.common.update import Receipt, Slice, Tier, UpdateHeader, UpdateId
 from fleetddp.edge.node import run_node
+from fleetddp.edge.region import Region
 from helpers.marks import LAYOUT, push
 
 Say = Callable[[str], None]
@@ -31,6 +32,19 @@ def coordinator(say: Say, config: str) -> None:
     log_to_terminal()
     logging.getLogger("fleetddp.common.service").addHandler(Listening())
     Coordinator(load(config)).run()
+
+
+def region(say: Say, config: str, name: str) -> None:
+    """``fleetddp region CONFIG --name NAME``; says "listening"."""
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "listens on port" in record.msg:
+                say("listening")
+
+    log_to_terminal()
+    logging.getLogger("fleetddp.common.service").addHandler(Listening())
+    Region(load(config), name).run()
 
 
 def edge(say: Say, config: str, name: str, stuck: str = "") -> None:

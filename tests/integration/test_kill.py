@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from helpers.marks import ELEMENTS, GEOMETRY, HALF, Flat, found, push
 from helpers.members import Member, Moments
 from helpers.preloaded import Preloaded
 from helpers.processes import commands, eventually
+from helpers.settlement import check_settlement
 from helpers.tasks import LineTask
 
 from fleetddp.cloud import coordinator as coordinator_module
@@ -135,45 +135,6 @@ def test_a_coordinator_killed_at_random_moments_settles_everything_once(
         versions = check_settlement(config, fleet)
     print(f"\n{preset}: {sum(len(m.pushed) for m in fleet)} updates in {versions} versions through {KILLS + 1} kills")
     assert versions > KILLS
-
-
-def check_settlement(config: FleetConfig, fleet: list[Member]) -> int:
-    """Receipts, journal and published weights tell the same story, and each update is in it once; returns the newest version."""
-    pushed = {update_id: what for member in fleet for update_id, what in member.pushed.items()}
-    receipts = {update_id: states for member in fleet for update_id, states in member.settled.items()}
-    journal = Journal(config.coordinator.journal, run=config.run)
-    try:
-        recovered, versions = journal.recover(), journal.versions()
-        assert [version.number for version in versions] == list(range(len(versions)))
-        assert (recovered.accepted, recovered.decision) == ((), None)
-        assert set(recovered.merged) == set(pushed)
-        assert all(pushed.keys() == {*pushed.keys(), *member.acknowledged} for member in fleet)
-        assert receipts == {update_id: {(State.MERGED, version)} for update_id, version in recovered.merged.items()}
-        inside = defaultdict(list)
-        for update_id, version in recovered.merged.items():
-            inside[version].append(update_id)
-        weights, expected = np.zeros(ELEMENTS), np.zeros(ELEMENTS)
-        for version in versions:
-            ids = inside.pop(version.number, [])
-            assert (version.number == 0) == (not ids)
-            assert version.updates == len(ids)
-            total = sum(pushed[update_id][1] for update_id in ids)
-            for update_id in ids:
-                mark, samples, base = pushed[update_id]
-                assert base < version.number
-                expected[[mark, HALF + mark]] -= samples / total
-            with journal.read_version(version.number) as reader:
-                weights = np.frombuffer(reader.read(0, GEOMETRY.payload_bytes), np.float32)
-            np.testing.assert_allclose(weights, expected, rtol=1e-6, atol=0)  # exactly 0 where nothing was merged
-            for member in fleet:
-                assert member.pulled.get(version.number, version.digest) == version.digest
-        assert not inside
-    finally:
-        journal.close()
-    folder = config.coordinator.journal
-    assert list((folder / "payloads").iterdir()) == []
-    assert {file.name for file in (folder / "versions").iterdir()} == {f"{v.number}.safetensors" for v in versions}
-    return versions[-1].number
 
 
 def test_members_are_back_by_themselves_within_seconds(tmp_path: Path, preloaded: Preloaded) -> None:
