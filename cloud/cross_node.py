@@ -12,13 +12,15 @@ waits for a device, which is why the codecs of the wire are not used: they refus
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 CrossNode = Literal["float32", "bfloat16", "int8"]
+Finish = Callable[[Any], None]  # waits for a torch.distributed.Work, as the backend needs it
 
 BLOCK = 512  # elements that share a scale in int8
 LEVELS = 127
@@ -30,21 +32,21 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 class Plain:
     """No compression: an all-reduce in the dtype of the gradients."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, finish: Finish) -> None:
+        self._group, self._finish = group, finish
         self.multiple = 1  # what a shard's length is a multiple of
 
     def all_reduce(self, shard: Tensor, bucket: int, parameters: tuple[int, ...]) -> Tensor:
         """The sum of all nodes' shards; may overwrite ``shard``."""
-        dist.all_reduce(shard, group=self._group)
+        self._finish(dist.all_reduce(shard, group=self._group, async_op=True))
         return shard
 
 
 class Compressed:
     """bfloat16, or int8 with one float32 scale (max|x| / 127) for 512 elements: 2 or 1.008 bytes an element and way."""
 
-    def __init__(self, group: dist.ProcessGroup, codec: Literal["bfloat16", "int8"]) -> None:
-        self._group, self._nodes = group, group.size()
+    def __init__(self, group: dist.ProcessGroup, finish: Finish, codec: Literal["bfloat16", "int8"]) -> None:
+        self._group, self._finish, self._nodes = group, finish, group.size()
         self._pack, self._unpack = (_int8, _from_int8) if codec == "int8" else (_bfloat16, _from_bfloat16)
         self.multiple = self._nodes * BLOCK
         # By bucket: whose gradients it holds, and what the first and the second rounding left out.
@@ -59,11 +61,11 @@ class Compressed:
         sent, owned = self._residuals_of(shard, bucket, parameters)
         mine, left = self._round(shard.float() + sent)
         theirs = torch.empty_like(mine)
-        dist.all_to_all_single(theirs, mine, group=self._group)
+        self._finish(dist.all_to_all_single(theirs, mine, group=self._group, async_op=True))
         sums = self._unpack(theirs).view(self._nodes, -1).sum(0)
         total, left_of_sum = self._round(sums + owned)
         everything = total.new_empty(self._nodes * total.numel())
-        gather_single(everything, total, group=self._group)
+        self._finish(gather_single(everything, total, group=self._group, async_op=True))
         self._residuals[bucket] = parameters, left, left_of_sum
         return self._unpack(everything).to(shard.dtype)
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fleetddp.cloud.hierarchy import register_hierarchy
 from fleetddp.cloud.roster import Member
 from fleetddp.cloud.site import Site
 from fleetddp.common.config import FleetConfig, NodeName, SecurityConfig, SiteConfig, parse
@@ -39,6 +40,8 @@ class FleetDDP(DistributedDataParallel):
     ``site``: this site's node name (default: ``FLEETDDP_NODE``, else the torchrun job's id or the host name).
     ``sync_every``, ``codec``, ``uplink``, ``wait_s``, ``overlap``, ``adopt_every``, ``warmup_sync_steps``, ``buffers``: as in the
     fleet file's ``site`` section (``SiteConfig``).
+    ``hierarchy``, ``cross_node``: likewise; gradients are averaged node by node, then between nodes (``hierarchy.py``). "auto":
+    where that saves traffic, unless a communication hook was registered before the first training forward.
     ``tier``: "edge" for a group of gateway devices that joins as one edge member, and never founds a run.
     ``run``: refuse to take part in another run. ``security``: default ``FLEETDDP_CA``, ``_CERT``, ``_KEY`` or ``_INSECURE``.
     ``optimizer``: one or several; only needed where they should not be found by themselves.
@@ -61,6 +64,8 @@ class FleetDDP(DistributedDataParallel):
         adopt_every: int = SiteConfig.model_fields["adopt_every"].default,
         warmup_sync_steps: int = SiteConfig.model_fields["warmup_sync_steps"].default,
         buffers: str = SiteConfig.model_fields["buffers"].default,
+        hierarchy: str = SiteConfig.model_fields["hierarchy"].default,
+        cross_node: str = SiteConfig.model_fields["cross_node"].default,
         tier: str = "site",
         run: str = "",
         security: SecurityConfig | None = None,
@@ -69,6 +74,7 @@ class FleetDDP(DistributedDataParallel):
     ) -> None:
         settings = {"sync_every": sync_every, "codec": codec, "uplink": uplink, "wait_s": wait_s, "buffers": buffers}
         settings |= {"overlap": overlap, "adopt_every": adopt_every, "warmup_sync_steps": warmup_sync_steps}
+        settings |= {"hierarchy": hierarchy, "cross_node": cross_node}
         config = parse({"site": settings, **({"run": run} if run else {})}, source="FleetDDP")
         member = Member(
             node=_node(site),
@@ -79,6 +85,7 @@ class FleetDDP(DistributedDataParallel):
         super().__init__(module, *args, **kwargs)
         self._counts_forwards = True
         self._in_join = False
+        self._settings = config.site
         self._site: Site | None = self._enter(member, config, optimizer)
 
     def _enter(self, member: Member, config: FleetConfig, optimizer: Optimizer | Iterable[Optimizer] | None) -> Site:
@@ -123,8 +130,10 @@ class FleetDDP(DistributedDataParallel):
 
     def start(self) -> None:
         """Join the fleet and take up its weights now, not at the first training forward. All ranks call it."""
-        if not self.site.started:
-            self.site.start()
+        site = self.site
+        if not site.started:
+            site.start()
+            register_hierarchy(self, when=self._settings.hierarchy, cross_node=self._settings.cross_node)
 
     def count_samples(self, n: float) -> None:
         """Count ``n`` samples (or tokens) towards this rank's next update; from now on no longer each forward's batch size."""
@@ -148,7 +157,7 @@ class FleetDDP(DistributedDataParallel):
         site = self._site
         if site is not None and self.training and torch.is_grad_enabled():
             if not site.started:
-                site.start()
+                self.start()
             if self._counts_forwards:
                 site.samples += _batch_size(inputs, kwargs)
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
@@ -175,7 +184,7 @@ class FleetDDP(DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies (an average of weights, say): they are no members of the fleet."""
-        return {**super().__getstate__(), "_site": None}  # type: ignore[no-untyped-call]
+        return {**super().__getstate__(), "_site": None, "_comm_hooks": []}  # type: ignore[no-untyped-call]
 
 
 class _FleetJoinHook(JoinHook):

@@ -8,14 +8,16 @@ the model over the slow network, where a ring over all ranks sends 2 (L M - 1) /
 
 On NCCL the legs are issued in the hook, on a stream of their own. On Gloo one worker thread issues them, bucket after bucket:
 legs chained by ``Future.then`` would be issued in another order on another rank, and meet the wrong partners. What goes wrong
-there is raised by ``backward``, and the groups are torn down: the other ranks need not wait for a time-out to learn of it.
+there is raised by ``backward``, on the other ranks, too: they look in the c10d store for word of it while they wait.
 
 ``join(divide_by_initial_world_size=False)`` is not followed: as with any hook, the divisor is the number of ranks.
 """
 # No `from __future__ import annotations`: DDP looks at the annotations of the hook and knows no strings.
 
+import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,7 +33,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fleetddp.cloud.collective import tell_all
 from fleetddp.cloud.cross_node import Compressed, CrossNode, Plain, gather_single, reduce_scatter_single
+from fleetddp.cloud.rendezvous import Rendezvous
 from fleetddp.common.errors import ConfigError
+
+LOOK_S = 1.0  # between two looks for word of a failure
 
 When: TypeAlias = Literal["auto", "on", "off"]
 Legs: TypeAlias = Callable[[], Tensor]
@@ -56,8 +61,9 @@ def register_hierarchy(model: DistributedDataParallel, *, when: When = "on", cro
     nodes = len(cards) // local
     if nodes == 1 or (local == 1 and cross_node == "float32"):
         return False
-    mesh = _mesh(model, nodes, local)
-    model.register_comm_hook(Hierarchy(mesh, cross_node), _average)  # type: ignore[no-untyped-call]
+    word = Rendezvous.of(model.process_group, f"fleetddp/hierarchy/{cards[0].stamp}")
+    state = Hierarchy(_mesh(model, nodes, local), cross_node, word)
+    model.register_comm_hook(state, _average)
     return True
 
 
@@ -69,11 +75,12 @@ class _Card(NamedTuple):
     when: str
     cross_node: str
     obstacle: str
+    stamp: int  # tells this registration from others; rank 0's counts
 
     @classmethod
     def of(cls, model: DistributedDataParallel, when: str, cross_node: str) -> "_Card":
         local, rank = (int(os.environ.get(name, "-1")) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
-        return cls(local, rank, when, cross_node, _obstacle(model, told=local > 0 <= rank))
+        return cls(local, rank, when, cross_node, _obstacle(model, told=local > 0 <= rank), time.time_ns())
 
 
 def _obstacle(model: DistributedDataParallel, *, told: bool) -> str:
@@ -105,6 +112,7 @@ def _unlike(cards: list[_Card]) -> str:
             return f"the ranks have unlike settings; rank 0: {first[2:4]}, rank {rank}: {card[2:4]}"
         if card.local != first.local:
             return f"the nodes have unlike numbers of ranks: rank 0's has {first.local}, rank {rank}'s {card.local}"
+    for rank, card in enumerate(cards):
         if len(cards) % card.local or card.local_rank != rank % card.local:
             return f"rank {rank} of {len(cards)} is local rank {card.local_rank} of {card.local}: nodes are no runs of ranks"
     return ""
@@ -123,20 +131,21 @@ def _mesh(model: DistributedDataParallel, nodes: int, local: int) -> DeviceMesh:
 
 
 class Hierarchy:
-    """The state of the hook on one rank. ``mesh`` has the dimensions "node" and "local"."""
+    """The state of the hook on one rank. ``mesh``: the dimensions "node" and "local". ``word``: where ranks tell of failures."""
 
-    def __init__(self, mesh: DeviceMesh, cross_node: CrossNode) -> None:
+    def __init__(self, mesh: DeviceMesh, cross_node: CrossNode, word: Rendezvous) -> None:
         self._local, across = mesh.get_group("local"), mesh.get_group("node")
-        self._across = Plain(across) if cross_node == "float32" else Compressed(across, cross_node)
         self._ranks = mesh.size()
-        self._issuer = _Stream() if mesh.device_type == "cuda" else _Worker([self._local, across])
+        self._issuer = _Stream() if mesh.device_type == "cuda" else _Worker(word, mesh.get_rank())
+        finish = self._finish = self._issuer.finish
+        self._across = Plain(across, finish) if cross_node == "float32" else Compressed(across, finish, cross_node)
         weakref.finalize(self, self._issuer.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a model has no hook registered: this is None there."""
         return type(None), ()
 
-    def average(self, bucket: dist.GradBucket) -> Future[Tensor]:
+    def average(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """Begin to average a bucket over all ranks, in place; the future's value is its buffer."""
         buffer, index = bucket.buffer(), bucket.index()
         parameters = tuple(id(p) for p in bucket.parameters())
@@ -150,7 +159,7 @@ class Hierarchy:
         padded = torch.cat([buffer, buffer.new_zeros(spare)]) if spare else buffer
         shard = self._across.all_reduce(self._reduce_scatter(padded) if local > 1 else padded, index, parameters)
         if local > 1:
-            gather_single(_octets(padded), _octets(shard), group=self._local)
+            self._finish(gather_single(_octets(padded), _octets(shard), group=self._local, async_op=True))
             shard = padded
         return buffer if shard is buffer else buffer.copy_(shard[: buffer.numel()])
 
@@ -158,14 +167,14 @@ class Hierarchy:
         """This rank's shard of the node's sum."""
         shard = padded.new_empty(padded.numel() // self._local.size())
         if padded.is_cuda:
-            reduce_scatter_single(shard, padded, group=self._local)
+            self._finish(reduce_scatter_single(shard, padded, group=self._local, async_op=True))
             return shard
         parts = torch.empty_like(padded)  # Gloo's own sends everything to everyone
-        dist.all_to_all_single(_octets(parts), _octets(padded), group=self._local)
+        self._finish(dist.all_to_all_single(_octets(parts), _octets(padded), group=self._local, async_op=True))
         return torch.sum(parts.view(self._local.size(), -1), dim=0, out=shard)
 
 
-def _average(state: Hierarchy, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _average(state: Hierarchy, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     """The hook."""
     return state.average(bucket)
 
@@ -184,7 +193,7 @@ class _Stream:
     def issue(self, buffer: Tensor, legs: Legs) -> Future[Tensor]:
         """Begin; whoever waits for the future has their current stream wait."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(buffer.device)
+            self._stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
         future: Future[Tensor] = Future(devices=[buffer.device])
         with torch.cuda.stream(self._stream):
@@ -192,42 +201,58 @@ class _Stream:
             future.set_result(legs())
         return future
 
+    def finish(self, work: Any) -> None:
+        """Have the stream wait."""
+        work.wait()
+
     def close(self) -> None:
         """Nothing to end."""
 
 
 class _Worker:
-    """Issues legs in a thread, one bucket after another. Once some have failed, all do, and ``groups`` are torn down."""
+    """Issues legs in a thread, one bucket after another. Once some have failed, on any rank, all do."""
 
-    def __init__(self, groups: list[dist.ProcessGroup]) -> None:
+    def __init__(self, word: Rendezvous, rank: int) -> None:
+        self._word, self._rank = word, rank
         self._jobs: SimpleQueue[tuple[Legs, Future[Tensor]] | None] = SimpleQueue()
-        threading.Thread(target=_issue_all, args=(self._jobs, groups), name="fleetddp-hierarchy", daemon=True).start()
+        threading.Thread(target=self._work, name="fleetddp-hierarchy", daemon=True).start()
 
     def issue(self, buffer: Tensor, legs: Legs) -> Future[Tensor]:
         """Hand over; legs that fail make the future raise ``RuntimeError``."""
         future: Future[Tensor] = Future()
         self._jobs.put((legs, future))
-        return future.then(lambda done: done.wait())  # type: ignore[no-any-return]  # so that DDP's reducer, in C++, sees an error
+        return future.then(lambda done: done.wait())  # so that DDP's reducer, in C++, sees an error
+
+    def finish(self, work: Any) -> None:
+        """Wait, unless word comes that a rank has failed and will never take part."""
+        while True:
+            try:
+                work.wait(timedelta(seconds=LOOK_S))
+                return
+            except RuntimeError:
+                if work.is_completed():  # it has failed by itself, and not run out of this wait's time
+                    raise
+            failure = self._word.failure()
+            if failure is not None:
+                raise RuntimeError(failure[1])
 
     def close(self) -> None:
         """End the thread, after what it was given."""
         self._jobs.put(None)
 
-
-def _issue_all(jobs: SimpleQueue[tuple[Legs, Future[Tensor]] | None], groups: list[dist.ProcessGroup]) -> None:
-    failure: RuntimeError | None = None
-    while (job := jobs.get()) is not None:
-        legs, future = job
-        if failure is None:
-            try:
-                result = legs()
-            except Exception as error:
-                failure = RuntimeError(f"averaging gradients node by node has failed: {type(error).__name__}: {error}")
-                failure.__cause__ = error
-                for group in groups:
-                    group.abort()
-        if failure is None:
-            future.set_result(result)
-        else:
-            future.set_exception(failure)
-        del job, legs, future  # a wait for the next one must not keep this one's buffer
+    def _work(self) -> None:
+        failure: RuntimeError | None = None
+        while (job := self._jobs.get()) is not None:
+            legs, future = job
+            if failure is None:
+                try:
+                    result = legs()
+                except Exception as error:
+                    failure = RuntimeError(f"averaging gradients node by node has failed: {type(error).__name__}: {error}")
+                    with contextlib.suppress(RuntimeError):  # without its store the job has ended
+                        self._word.fail("", f"rank {self._rank} failed: {type(error).__name__}: {error}")
+            if failure is None:
+                future.set_result(result)
+            else:
+                future.set_exception(failure)  # type: ignore[arg-type]
+            del job, legs, future  # a wait for the next one must not keep this one's buffer

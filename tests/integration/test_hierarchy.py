@@ -119,8 +119,8 @@ def test_fleet_ddp(seen: dict[str, Seen]) -> None:
 
 def test_what_one_rank_raises_ends_the_wait_of_the_others(seen: dict[str, Seen]) -> None:
     rows = seen["one_rank_fails"]
-    assert rows[1]["calls"] == 3
-    assert "MemoryError: no room" in rows[1]["errors"][0]
+    assert rows[1]["calls"] == 2
     for rank in rows:
+        assert "MemoryError: no room" in rank["errors"][0]
         assert "averaging gradients node by node has failed" in rank["errors"][0]
         assert rank["seconds"] < hierarchy_rows.TIMEOUT_S / 4
