@@ -2,7 +2,9 @@
 
 The fleet file names the task and the coordinator; ``FLEETDDP_NODE`` names the site. Each rank trains on its part of the
 task's data, each epoch in an order of its own; rank 0 evaluates each version that the site adopts and reports the metrics. With
-``site.checkpoint`` a restarted site goes on where it was. Exit codes: 0 the run or the epochs have ended; 1 failed; 2 a setting.
+``site.checkpoint`` a restarted site goes on where it was, with as many ranks as there are then: ``site.global_batch`` keeps the
+batch as it is, ``site.lr_scaling`` fits the learning rate to it. A task may have a method ``scheduler(optimizer)``: a scheduler
+of the learning rate, which is told of every step. Exit codes: 0 the run or the epochs have ended; 1 failed; 2 a setting.
 """
 
 from __future__ import annotations
@@ -11,22 +13,25 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sized
+from contextlib import nullcontext
 from functools import reduce
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import google_crc32c
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from fleetddp.cloud.checkpoint import Checkpoint
 from fleetddp.cloud.collective import tell_all
 from fleetddp.cloud.ddp import FleetDDP
+from fleetddp.cloud.rate import LearningRate, scale
 from fleetddp.cloud.roster import own_name
-from fleetddp.cloud.sampler import EpochSampler
+from fleetddp.cloud.sampler import EpochSampler, portion
 from fleetddp.common.config import FleetConfig, SecurityConfig, load
 from fleetddp.common.errors import ConfigError, FleetError
 from fleetddp.common.layout import unwrap
@@ -53,9 +58,42 @@ class Trainer:
         assert group is not None  # init_process_group was called
         node = os.environ.get("FLEETDDP_NODE") or tell_all(own_name(), group, device)[0]
         torch.manual_seed(config.seed)  # equal first weights, should this site found the run twice
-        self.model = FleetDDP(
-            self._task.model().to(device),
-            device_ids=[device] if device.type == "cuda" else None,
+        self.model = self._wrap(self._task.model().to(device), node)
+        optimizer: Optimizer = self._task.optimizer(self.model.parameters())
+        data = self._task.data(node, rank, world)
+        sizes = tell_all(_size(data), group, device)
+        if min(sizes) == 0:
+            raise ConfigError(f"task: rank {sizes.index(0)} of {world} has no training data")
+        self._warn_of_shared_samples(data)
+        self._portion = portion(site.batch_size, site.global_batch, rank, world)
+        self._sampler = self._order_of(data, sizes)
+        self._loader: DataLoader[Any] = DataLoader(
+            data,
+            batch_sampler=self._sampler,
+            num_workers=site.workers,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator().manual_seed(config.seed),  # a resume in mid-epoch draws nothing from the global one
+        )
+        batch = self._portion.batch
+        self._optimizer = optimizer
+        self.rate = LearningRate(optimizer, scale(site.lr_scaling, batch, site.lr_reference_batch or batch), site.lr_warmup_steps)
+        make_scheduler = getattr(self._task, "scheduler", None)
+        self._scheduler: LRScheduler | None = None if make_scheduler is None else make_scheduler(optimizer)
+        self._checkpoint: Checkpoint | None = None
+        torch.manual_seed(config.seed + 1 + rank)
+        if site.checkpoint is not None:
+            objects: dict[str, Any] = {"optimizer": optimizer, "rate": self.rate, "sampler": self._sampler}
+            if self._scheduler is not None:
+                objects["scheduler"] = self._scheduler
+            self._checkpoint = Checkpoint(site.checkpoint, self.model, **objects)
+            self._checkpoint.load()
+        self._boundaries, self._version = self.model.boundaries, self.model.version
+
+    def _wrap(self, module: torch.nn.Module, node: str) -> FleetDDP:
+        config, site = self._config, self._config.site
+        return FleetDDP(
+            module,
+            device_ids=[self._device] if self._device.type == "cuda" else None,
             coordinator=os.environ.get("FLEETDDP_COORDINATOR", config.coordinator.address),
             site=node,
             sync_every=site.sync_every,
@@ -66,41 +104,24 @@ class Trainer:
             adopt_every=site.adopt_every,
             warmup_sync_steps=site.warmup_sync_steps,
             buffers=site.buffers,
+            hierarchy=site.hierarchy,
+            cross_node=site.cross_node,
             run=config.run,
             security=None if config.security == SecurityConfig() else config.security,
         )
-        self._optimizer: Optimizer = self._task.optimizer(self.model.parameters())
-        data = self._task.data(node, rank, world)
-        sizes = tell_all(_size(data), group, device)
-        if min(sizes) == 0:
-            raise ConfigError(f"task: rank {sizes.index(0)} of {world} has no training data")
-        self._batches = -(-min(sizes) // site.batch_size)  # every rank makes the same number of steps
-        self._warn_of_shared_samples(data)
-        self._sampler = EpochSampler(len(cast(Sized, data)), site.batch_size, config.seed)
-        self._loader: DataLoader[Any] = DataLoader(
-            data,
-            batch_size=site.batch_size,
-            sampler=self._sampler,
-            num_workers=site.workers,
-            pin_memory=device.type == "cuda",
-            generator=torch.Generator().manual_seed(config.seed),  # a resume in mid-epoch draws nothing from the global one
-        )
-        self._checkpoint: Checkpoint | None = None
-        torch.manual_seed(config.seed + 1 + rank)
-        if site.checkpoint is not None:
-            self._checkpoint = Checkpoint(site.checkpoint, self.model, optimizer=self._optimizer, sampler=self._sampler)
-            self._checkpoint.load()
-        self._boundaries, self._version = self.model.boundaries, self.model.version
+
+    def _order_of(self, data: Dataset[Any], sizes: list[int]) -> EpochSampler:
+        """How this rank goes through its ``data``; every rank makes the same number of steps. ``sizes``: of all ranks' data."""
+        site, seed, size = self._config.site, self._config.seed, _size(data)
+        if site.global_batch is None:
+            return EpochSampler(size, self._portion, seed, steps=-(-min(sizes) // site.batch_size))
+        return EpochSampler(size, self._portion, seed, steps=max(1, sum(sizes) // site.global_batch), around=True)
 
     def run(self) -> None:
         """Train until the fleet's run is finished, or the epochs are over."""
         self.model.start()
-        for batch in self._all_batches():
-            self.model.count_samples(samples_in(batch))
-            loss = self._task.loss(self.model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+        for batches in self._all_steps():
+            loss = self._step(batches)
             self._sampler.advance()
             if self.model.boundaries != self._boundaries:
                 self._after_boundary(loss)
@@ -108,20 +129,41 @@ class Trainer:
                 break
         self.model.close()
 
-    def _all_batches(self) -> Iterator[Any]:
+    def _all_steps(self) -> Iterator[list[Any]]:
+        """The batches of step after step."""
         for epoch in range(self._sampler.epoch, self._config.site.epochs):
             if epoch != self._sampler.epoch:
                 self._sampler.set_epoch(epoch)
             self.model.train()  # type: ignore[no-untyped-call]
-            for batch in islice(self._loader, self._batches - self._sampler.batches):
-                yield to_device(batch, self._device)
+            batches = iter(self._loader)
+            while step := list(islice(batches, len(self._portion.pieces))):
+                yield [to_device(batch, self._device) for batch in step]
+
+    def _step(self, batches: list[Any]) -> torch.Tensor:
+        """One optimizer step; returns the loss, a mean over this rank's samples (or, of a global batch, its part of the mean)."""
+        losses = []
+        for place, batch in enumerate(batches, start=1):
+            samples = samples_in(batch)
+            self.model.count_samples(samples)
+            with nullcontext() if place == len(batches) else self.model.no_sync():
+                loss = self._task.loss(self.model, batch)
+                if self._config.site.global_batch is not None:
+                    # DDP takes the mean over ranks, but they may have unlike numbers of samples, in several pieces each.
+                    loss = loss * (samples * dist.get_world_size() / self._portion.batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        self.rate.step()
+        self._optimizer.zero_grad()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return torch.stack(losses).sum()
 
     def _after_boundary(self, loss: torch.Tensor) -> None:
         self._boundaries = self.model.boundaries
         if self.model.version != self._version:
             self._version = self.model.version
             if dist.get_rank() == 0:
-                self._evaluate(float(loss.detach()))
+                self._evaluate(float(loss))
         if self._checkpoint is not None and self._boundaries % self._config.site.checkpoint_every == 0:
             self._checkpoint.save()
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch.utils.data import DataLoader
 
 from fleetddp.cloud.demo.plan import BATCH, RANKS, SITE, SYNC_EVERY
-from fleetddp.cloud.sampler import EpochSampler
+from fleetddp.cloud.sampler import EpochSampler, portion
 from fleetddp.edge.tasks.digits import Digits
 
 
@@ -35,13 +35,11 @@ def train_alone(task: Digits, steps: int, seed: int) -> list[Mapping[str, float]
 def _batches(task: Digits, rank: int, seed: int) -> Iterator[Any]:
     """One rank's batches, epoch after epoch."""
     data = task.data(SITE, rank, RANKS)
-    size = len(cast(Sized, data))
-    sampler = EpochSampler(size, BATCH, seed)
-    whole = -(-min(len(cast(Sized, task.data(SITE, r, RANKS))) for r in range(RANKS)) // BATCH)
+    sizes = [len(cast(Sized, task.data(SITE, r, RANKS))) for r in range(RANKS)]
+    steps = -(-min(sizes) // BATCH)  # every rank makes the same number
+    sampler = EpochSampler(sizes[rank], portion(BATCH, None, rank, RANKS), seed, steps=steps)
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
-        for number, batch in enumerate(DataLoader(data, BATCH, sampler=sampler)):
-            if number < whole:  # every rank makes the same number of steps
-                yield batch
+        yield from DataLoader(data, batch_sampler=sampler)
         epoch += 1
