@@ -91,8 +91,9 @@ class Trainer(ABC):
         """Where the elements of an update lie in its bytes."""
 
     @abstractmethod
-    def train(self, going: Callable[[], bool]) -> Work | None:
-        """One unit of work on the model as it is; None if ``going()`` was false after one of its batches."""
+    def train(self, going: Callable[[], bool], steps: int | None = None) -> Work | None:
+        """One unit of work on the model as it is; None if ``going()`` was false after one of its batches. ``steps``: so many of
+        them, unless the fleet file fixes their number."""
 
     @abstractmethod
     def _meant(self, start: Tensor) -> Tensor:
@@ -138,10 +139,11 @@ class Trainer(ABC):
                 yield batch, following is None
                 batch = following
 
-    def _unit(self) -> Iterator[Any]:
-        """The batches of one unit of work: ``steps`` of them, or ``epochs`` whole epochs."""
-        if self._config.steps is not None:
-            for _ in range(self._config.steps):
+    def _unit(self, wanted: int | None) -> Iterator[Any]:
+        """The batches of one unit of work: ``steps`` of them, or as many as are wanted, or ``epochs`` whole epochs."""
+        steps = self._config.steps or wanted
+        if steps is not None:
+            for _ in range(steps):
                 yield next(self._batches)[0]
             return
         epochs = 0
@@ -161,18 +163,18 @@ class DeltaTrainer(Trainer):
         """Parameters in the codec, buffers in float32."""
         return Geometry(self.layout, codecs.get(self._config.codec))
 
-    def train(self, going: Callable[[], bool]) -> Work | None:
+    def train(self, going: Callable[[], bool], steps: int | None = None) -> Work | None:
         """Local optimizer steps."""
         self.model.train()
-        began, total, samples, steps = time.monotonic(), torch.zeros((), device=self._device), 0, 0
-        for batch in self._unit():
+        began, total, samples, made = time.monotonic(), torch.zeros((), device=self._device), 0, 0
+        for batch in self._unit(steps):
             self._optimizer.zero_grad(set_to_none=True)
             loss, count = self._step(batch)
             self._optimizer.step()
-            total, samples, steps = total + loss * count, samples + count, steps + 1
+            total, samples, made = total + loss * count, samples + count, made + 1
             if not going():
                 return None
-        return Work(samples, steps, time.monotonic() - began, float(total) / samples)
+        return Work(samples, made, time.monotonic() - began, float(total) / samples)
 
     def _meant(self, start: Tensor) -> Tensor:
         return self.layout.outgoing(self.model, start)
@@ -188,13 +190,12 @@ class GradientTrainer(Trainer):
         """A gradient carries no buffers."""
         return Geometry(self.layout, codecs.get(self._config.codec), buffers=False)
 
-    def train(self, going: Callable[[], bool]) -> Work | None:
-        """Forward and backward passes, their gradients weighted by their samples."""
+    def train(self, going: Callable[[], bool], steps: int | None = None) -> Work | None:
+        """Forward and backward passes, their gradients weighted by their samples; ``steps`` is for trainers that make steps."""
         self.model.train()
         began, total, samples = time.monotonic(), torch.zeros((), device=self._device), 0
         mean = torch.zeros(self.layout.parameters)
-        steps = self._config.steps or 1
-        for _ in range(steps):
+        for _ in range(self._config.steps or 1):
             self.model.zero_grad(set_to_none=True)
             loss, count = self._step(next(self._batches)[0])
             samples += count

@@ -104,7 +104,7 @@ class JoinRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ..., incarnation: _Optional[int] = ..., run: _Optional[str] = ..., layout: _Optional[str] = ..., leaves: _Optional[int] = ..., open: _Optional[_Iterable[_Union[UpdateId, _Mapping]]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("run", "version", "layout", "wants_init", "heartbeat_s", "lease_s", "gradient_lr", "codecs", "receipts", "finished", "max_staleness")
+    __slots__ = ("run", "version", "layout", "wants_init", "heartbeat_s", "lease_s", "gradient_lr", "codecs", "receipts", "finished", "max_staleness", "steps")
     RUN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,7 @@ class JoinReply(_message.Message):
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     run: str
     version: int
     layout: str
@@ -127,7 +128,8 @@ class JoinReply(_message.Message):
     receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
     finished: str
     max_staleness: int
-    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., layout: _Optional[str] = ..., wants_init: bool = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., gradient_lr: _Optional[float] = ..., codecs: _Optional[_Iterable[str]] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: _Optional[str] = ..., max_staleness: _Optional[int] = ...) -> None: ...
+    steps: int
+    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., layout: _Optional[str] = ..., wants_init: bool = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., gradient_lr: _Optional[float] = ..., codecs: _Optional[_Iterable[str]] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: _Optional[str] = ..., max_staleness: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("node", "incarnation", "base_version", "open", "metrics", "metrics_version", "leaves")
@@ -155,16 +157,18 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., base_version: _Optional[int] = ..., open: _Optional[_Iterable[_Union[UpdateId, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_version: _Optional[int] = ..., leaves: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("version", "closes_at", "receipts", "finished")
+    __slots__ = ("version", "closes_at", "receipts", "finished", "steps")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CLOSES_AT_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     version: int
     closes_at: float
     receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
     finished: str
-    def __init__(self, version: _Optional[int] = ..., closes_at: _Optional[float] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: _Optional[str] = ...) -> None: ...
+    steps: int
+    def __init__(self, version: _Optional[int] = ..., closes_at: _Optional[float] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: _Optional[str] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("node", "incarnation")

@@ -257,10 +257,11 @@ class SimMember:
 
     def _train(self) -> None:
         conduct, rng = self._conduct, self._rng
-        samples, steps = conduct.samples, conduct.steps
+        wanted = conduct.steps if conduct.pinned else self._session.steps or conduct.steps
+        samples, steps = conduct.samples(wanted), wanted
         if conduct.partial and rng.random() < conduct.partial:
             steps = max(1, math.floor(steps * rng.random()))
-            samples *= steps / conduct.steps
+            samples *= steps / wanted
         seconds = self._profile.train_s(samples, rng, work=conduct.work)
         self._unit = Unit(self._units, samples, steps, seconds)
         self._units += 1

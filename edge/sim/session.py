@@ -55,6 +55,7 @@ class SimSession:
         self.newest = NO_VERSION  # the version that the root told of
         self.finished = ""
         self.max_staleness = 0  # of updates and residuals; told by the root
+        self.steps = 0  # that the root wants in the next unit of work; 0: it leaves that to the member
         self._owner, self._world, self._tier, self._rng = owner, world, tier, rng
         self._heard_at = world.loop.now()
         self._heartbeat_s = world.config.members.heartbeat_s
@@ -115,7 +116,7 @@ class SimSession:
             self._missed(answer)
             return
         self.joined = True
-        self._heartbeat_s, self.max_staleness = answer.heartbeat_s, answer.max_staleness
+        self._heartbeat_s, self.max_staleness, self.steps = answer.heartbeat_s, answer.max_staleness, answer.steps
         self._backoff.reset()
         self.newest = answer.version  # even an older one: the parent may have lost its journal
         self._learn(answer.version, answer.receipts, answer.finished)
@@ -146,6 +147,7 @@ class SimSession:
             self._missed(answer)
             return
         self._backoff.reset()
+        self.steps = answer.steps
         if answer.version > self.newest or answer.receipts or answer.finished:
             self._learn(answer.version, answer.receipts, answer.finished)
             self._owner.look()

@@ -23,7 +23,7 @@ from fleetddp.edge.sim.invariants import Invariants
 from fleetddp.edge.sim.loop import EventLoop
 from fleetddp.edge.sim.member import SimMember
 from fleetddp.edge.sim.modes import Mode, timing, train
-from fleetddp.edge.sim.network import Cuts, Path, SharedLink
+from fleetddp.edge.sim.network import NEVER_CUT, Cuts, Path, SharedLink
 from fleetddp.edge.sim.observer import Observer, Observers
 from fleetddp.edge.sim.root import SimRoot
 from fleetddp.edge.sim.scenario import Nights, PopulationConfig, Recorded, RegionConfig, Scenario
@@ -185,26 +185,28 @@ class Simulation:
 
     def _cuts(self, name: str, section: PopulationConfig) -> Cuts:
         cuts = [*self.scenario.regions[section.region].cuts] if section.region is not None else []
-        return Cuts([*cuts, *(self.faults.cuts(name) if self.faults is not None else ())])
+        cuts += self.faults.cuts(name) if self.faults is not None else ()
+        return Cuts(cuts) if cuts else NEVER_CUT
 
     def _conduct(self, section: PopulationConfig, held: float | None) -> Conduct:
         """How members of a population work that hold so many samples: by the fleet file's ``edge`` or ``site`` section."""
         edge, site = self.world.config.edge, self.world.config.site
         if section.tier is Tier.SITE:
             codec, wait_s, max_owed = site.codec, site.wait_s, math.inf
-            steps, samples = site.sync_every, _samples(site.sync_every, section.samples, held)
+            steps, batch, epoch, pinned = site.sync_every, section.samples, held, False
         else:
             codec, wait_s, max_owed = edge.codec, None, edge.max_outbox
-            epoch = section.samples if held is None else held
+            batch, epoch, pinned = edge.batch_size, section.samples if held is None else held, edge.steps is not None
             steps = edge.epochs * math.ceil(epoch / edge.batch_size) if edge.steps is None else edge.steps
-            samples = _samples(steps, edge.batch_size, epoch)
         gradient = section.tier is Tier.EDGE and edge.update == "gradient"
         return Conduct(
             tier=section.tier,
             kind=Kind.GRADIENT if gradient else Kind.DELTA,
             codec=codec,
-            samples=samples,
             steps=steps,
+            pinned=pinned,
+            batch=batch,
+            epoch=epoch,
             work=section.work,
             max_owed=max_owed,
             wait_s=math.inf if wait_s is None else wait_s,
@@ -213,14 +215,6 @@ class Simulation:
             partial=section.partial,
             clock_skew_s=section.clock_skew_s,
         )
-
-
-def _samples(steps: int, batch: float, epoch: float | None) -> float:
-    """In so many steps over data of ``epoch`` samples, the last batch of which may be short; None: without end."""
-    if epoch is None:
-        return steps * batch
-    epochs, rest = divmod(steps, math.ceil(epoch / batch))
-    return epochs * epoch + rest * batch
 
 
 class _Available:

@@ -35,8 +35,10 @@ class Conduct:
     tier: Tier
     kind: Kind  # of its updates
     codec: str
-    samples: float  # in a unit of work
-    steps: int
+    steps: int  # in a unit of work
+    pinned: bool  # it makes so many, whatever the root wants
+    batch: float  # samples of a step
+    epoch: float | None  # samples of its data, the last batch of which may be short; None: without end
     work: float  # cost of one sample, see profiles.py
     max_owed: float = math.inf  # updates not settled; with so many it waits
     wait_s: float = math.inf  # for a newer version before it trains on
@@ -44,3 +46,10 @@ class Conduct:
     restart_s: float = 60.0  # how long it is gone then
     partial: float = 0.0  # probability that it does a part of a unit only
     clock_skew_s: float = 0.0  # standard deviation of its clock's error
+
+    def samples(self, steps: int) -> float:
+        """In so many steps."""
+        if self.epoch is None:
+            return steps * self.batch
+        epochs, rest = divmod(steps, math.ceil(self.epoch / self.batch))
+        return epochs * self.epoch + rest * self.batch

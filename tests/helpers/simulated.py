@@ -111,7 +111,16 @@ def add(
     stream = random.Random(name)
     path = Path(down_bytes_per_s=DOWN, up_bytes_per_s=up, latency_s=LATENCY_S, jitter=0, stream=stream, cuts=cuts)
     kind = Kind(made.world.config.edge.update)
-    values = {"tier": Tier.EDGE, "kind": kind, "codec": "float32", "samples": 10.0, "steps": 5, "work": 1.0} | conduct
+    values = {
+        "tier": Tier.EDGE,
+        "kind": kind,
+        "codec": "float32",
+        "steps": 5,
+        "pinned": False,
+        "batch": 2.0,
+        "epoch": None,
+        "work": 1.0,
+    } | conduct
     member = SimMember(name, made.world, Conduct(**values), profile, path, availability or Always(), stream)
     made.members[name] = member
     return member
