@@ -95,8 +95,8 @@ class Network:
     def call(self, caller: Caller, request: Any, then: Callable[[Any], None], size: int = 0) -> None:
         """Send a request; ``then`` gets the answer, or an exception that says why there is none."""
         call = Call(caller, request, then, size)
-        call.due = self.send(call, True, self._at_root)
-        if size and self._loop.now() + self._progress_s < call.due < math.inf:
+        due = call.due = self.send(call, True, self._at_root)
+        if size and self._loop.now() + self._progress_s < due < math.inf:
             self._loop.after(self._progress_s, self._progress, call)
 
     def reply(self, call: Call, answer: Any, size: int = 0) -> None:

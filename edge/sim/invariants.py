@@ -126,8 +126,11 @@ class Invariants(Observer):
     def told(self, node: str, receipt: Receipt, now: float) -> None:
         """See ``Observer``. It was true when it was sent: what has become of the update since may be more."""
         update_id, state = receipt.update_id, receipt.state
-        self._digest.update(f"{now} {update_id} {state.value} {receipt.version} {receipt.reason}".encode())
-        if update_id.node != node:
+        sender, incarnation, sequence = update_id
+        self._digest.update(
+            f"{now} {sender}/{incarnation}/{sequence} {state._value_} {receipt.version} {receipt.reason}".encode()
+        )
+        if sender != node:
             self.wrong("settled", now, f"{node} was told of {update_id}")
         if state is State.ACCEPTED and not (
             update_id in self._accepted or update_id in self._expired or self._is_merged(update_id)

@@ -42,7 +42,12 @@ class EventLoop:
 
     def after(self, delay: float, callback: Callable[[Any], object], argument: Any = None) -> None:
         """Run ``callback(argument)`` in ``delay`` seconds; ValueError if that is negative, infinite or not a number."""
-        self.at(self._now + delay, callback, argument)
+        now = self._now
+        time = now + delay
+        if not now <= time < math.inf:
+            raise ValueError(f"cannot schedule an event at {time} s: it is {now} s, and the time must be finite")
+        self._sequence += 1
+        heappush(self._heap, (time, self._sequence, callback, argument))
 
     def run(self, until: float = math.inf) -> float:
         """Handle every event up to and including time ``until``, or until ``stop``; returns the time then.

@@ -58,6 +58,7 @@ class Cuts:
 
 
 NEVER_CUT = Cuts(())
+TWO_PI = 2.0 * math.pi
 
 
 class SharedLink:
@@ -85,7 +86,7 @@ class Path:
     ``down`` and ``up`` are the shared links on the way. ``stream`` gives the jitter: it belongs to this path alone.
     """
 
-    __slots__ = ("_cuts", "_down", "_down_rate", "_gauss", "_jitter", "_latency", "_up", "_up_rate")
+    __slots__ = ("_cuts", "_down", "_down_rate", "_jitter", "_latency", "_random", "_spare", "_up", "_up_rate")
 
     def __init__(
         self,
@@ -105,11 +106,13 @@ class Path:
                 f"got {down_bytes_per_s} and {up_bytes_per_s} B/s, {latency_s} s, jitter {jitter}"
             )
         self._down_rate, self._up_rate, self._latency, self._jitter = down_bytes_per_s, up_bytes_per_s, latency_s, jitter
-        self._down, self._up, self._cuts, self._gauss = tuple(down), tuple(up), cuts, stream.gauss
+        self._down, self._up, self._cuts = tuple(down), tuple(up), cuts
+        self._random, self._spare = stream.random, math.nan
 
     def message(self, now: float) -> float:
         """When a message too small to count in bytes, sent at ``now``, arrives: one latency, at least."""
-        return self._cuts.finish(now, self._latency * self._slow())
+        seconds = self._latency * self._slow()
+        return now + seconds if self._cuts is NEVER_CUT else self._cuts.finish(now, seconds)
 
     def download(self, now: float, size: int) -> float:
         """When ``size`` bytes that the parent starts to send at ``now`` have arrived at the device."""
@@ -130,5 +133,18 @@ class Path:
         return self._cuts.finish(now, seconds + self._latency)
 
     def _slow(self) -> float:
-        """How many times slower than usual this time."""
-        return math.exp(self._gauss(0.0, self._jitter)) if self._jitter else 1.0
+        """How many times slower than usual this time.
+
+        Every message asks: this is ``random.gauss`` (Box and Muller, 1958: two numbers at a time), number for number, without its
+        call and its care for threads.
+        """
+        if not self._jitter:
+            return 1.0
+        normal = self._spare
+        if normal == normal:
+            self._spare = math.nan
+        else:
+            angle = self._random() * TWO_PI
+            radius = math.sqrt(-2.0 * math.log(1.0 - self._random()))
+            normal, self._spare = math.cos(angle) * radius, math.sin(angle) * radius
+        return math.exp(normal * self._jitter)

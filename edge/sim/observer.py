@@ -37,11 +37,12 @@ class Observers(Observer):
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
+        self._lookers = tuple(o.handled for o in observers if type(o).handled is not Observer.handled)  # at every event
 
     def handled(self, event: Event | None, effects: Sequence[Effect], now: float) -> None:
         """See ``Observer``."""
-        for observer in self._observers:
-            observer.handled(event, effects, now)
+        for handled in self._lookers:
+            handled(event, effects, now)
 
     def recovered(self, recovered: Recovered, now: float) -> None:
         """See ``Observer``."""
