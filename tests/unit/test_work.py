@@ -35,8 +35,8 @@ def test_a_trace_by_hand() -> None:
     assert work.steps(Tier.EDGE, None, 0, 100.0) == 2  # nothing shown yet: the least
     assert work.published(0, [], 2, now=100.0) == ""
 
-    # Version 0 came at 100. The fast one makes 2 steps in 1 s, and its update is in at 103: 2 s besides. The slow one makes them in
-    # 10 s, joined at 101, and is in at 115: 4 s besides.
+    # Version 0 came at 100. The fast one makes 2 steps in 1 s, and its update is in at 103: 2 s besides. The slow one makes
+    # them in 10 s, joined at 101, and is in at 115: 4 s besides.
     fast = work.learn(None, header("fast", 0, 2, 1.0), joined_at=0.0, now=103.0)
     slow = work.learn(None, header("slow", 0, 2, 10.0), joined_at=101.0, now=115.0)
     assert fast is not None
