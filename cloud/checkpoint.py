@@ -27,6 +27,7 @@ import torch
 
 from fleetddp.cloud.collective import send_bytes, tell_all
 from fleetddp.cloud.ddp import FleetDDP
+from fleetddp.cloud.recut import joined
 from fleetddp.cloud.rendezvous import Rendezvous, polls
 from fleetddp.common.errors import ConfigError, StorageError
 from fleetddp.common.layout import unwrap
@@ -132,19 +133,25 @@ class Checkpoint:
         found = max(tell_all(self._newest(), self._group, self._device))
         if found.number < 0:
             return False
-        names = [_common(found), *(self._shard(found, rank) for rank in range(self._world))]
-        folder = self._folder(found)
-        seen = tell_all([(folder / name).exists() for name in names], self._group, self._device)
-        common = self._bring(folder / names[0], [rank[0] for rank in seen], needed_by=range(self._world))
+        folder, same = self._folder(found), found.world == self._world
+        paths = [folder / _common(found), *(folder / self._shard(found, rank) for rank in range(found.world))]
+        seen = tell_all([path.exists() for path in paths], self._group, self._device)
+        common, *states = (
+            self._bring(path, [by[n] for by in seen], needed_by=[n - 1] if n and same else range(self._world))
+            for n, path in enumerate(paths)
+        )
         if common is None:
-            raise StorageError(f"the checkpoint {folder} has lost {names[0]}")
-        own = None
-        for rank in range(self._world):
-            state = self._bring(folder / names[1 + rank], [r[1 + rank] for r in seen], needed_by=[rank])
-            own = state if rank == self._rank else own
+            raise StorageError(f"the checkpoint {folder} has lost {paths[0].name}")
+        own = states[self._rank] if same else self._cut_anew(states)
         self._take_up(common, own)
         _log.info("resumed from the checkpoint %s, version %d", folder, common["site"]["version"])
         return True
+
+    def _cut_anew(self, states: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """Another number of ranks has saved it: what all of them knew of their slices, and this one's random states."""
+        site = joined([None if state is None else state["site"] for state in states], counts=self._rank == 0)
+        mine = states[self._rank] if self._rank < len(states) else None
+        return {"site": site, "random": None if mine is None else mine["random"]}
 
     def _bring(self, path: Path, seen_by: list[bool], needed_by: range | list[int]) -> dict[str, Any] | None:
         """A file's contents on the ranks that need it, sent by one that sees it where some do not; None if nobody does."""
@@ -170,7 +177,7 @@ class Checkpoint:
             thing.load_state_dict(common["objects"][name])
         if own is None:
             _log.warning("rank %d: the checkpoint has nothing of this rank: no random states, no residual", self._rank)
-        else:
+        elif own["random"] is not None:  # a rank that there was not has none
             _restore_random_states(own["random"], self._device)
         self._model.site.restore(common["site"], None if own is None else own["site"])
 

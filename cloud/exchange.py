@@ -49,8 +49,7 @@ class Exchange:
         self.layout = layout
         self._module, self._group, self._device = module, group, device
         self._out = Geometry(layout, codec)
-        shares = dict(zip(carriers, self._out.split(len(carriers)), strict=True))
-        self.shares = [shares.get(rank, ()) for rank in range(group.size())]
+        self.shares = self.share_out(carriers)
         self.intervals = self.shares[group.rank()]
         self.anchor: Pieces = []
         self._settled: Residual = [None] * len(self.intervals)  # the residual before the last update
@@ -58,6 +57,11 @@ class Exchange:
         self._before = self._settled
         self._spare: Pieces = []  # memory of the update before
         self._sources = dist.get_process_group_ranks(group)
+
+    def share_out(self, carriers: Sequence[int]) -> list[tuple[Interval, ...]]:
+        """Which intervals each rank exchanges with the parent, by rank."""
+        shares = dict(zip(carriers, self._out.split(len(carriers)), strict=True))
+        return [shares.get(rank, ()) for rank in range(self._group.size())]
 
     # ---- out --------------------------------------------------------------------------------------------------------------
 

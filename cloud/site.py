@@ -52,6 +52,7 @@ from torch.optim import Optimizer
 from fleetddp.cloud.courier import Courier, Errand, Parcel
 from fleetddp.cloud.exchange import Exchange
 from fleetddp.cloud.lead import Lead
+from fleetddp.cloud.recut import recut
 from fleetddp.cloud.rendezvous import Order, Rendezvous
 from fleetddp.cloud.roster import Member, Roster, muster
 from fleetddp.cloud.steps import StepCounter
@@ -93,6 +94,7 @@ class Site:
         device: torch.device,
         optimizers: Iterable[Optimizer] | None,
         deferred: Callable[[], bool],
+        exchange: type[Exchange] = Exchange,
     ) -> None:
         self.version = NO_VERSION  # the one adopted last
         self.finished = ""
@@ -104,7 +106,7 @@ class Site:
         self.layout = Layout.from_module(module, buffers=config.buffers)
         self._module, self._member, self._config = module, member, config
         self._group, self._device = group, device
-        self._deferred = deferred
+        self._deferred, self._exchange_type = deferred, exchange
         self._codec = get(config.codec)
         self._pid = os.getpid()
         self._restored: tuple[Mapping[str, Any], Mapping[str, Any] | None] | None = None
@@ -195,7 +197,7 @@ class Site:
         """Join the fleet and take up its weights. Blocks for as long as no coordinator can be reached."""
         roster = muster(self._member, self._config, self._group, self._device)
         self._node, self._incarnation = roster.node, roster.incarnation
-        self._exchange = Exchange(
+        self._exchange = self._exchange_type(
             self._module, self.layout, self._codec, group=self._group, device=self._device, carriers=roster.carriers
         )
         self._pushers = [rank for rank, share in enumerate(self._exchange.shares) if share]
@@ -251,9 +253,8 @@ class Site:
         alike, own = restored
         exchange = self._exchange
         self._steps, self._awaiting = int(alike["steps"]), bool(alike["awaiting"])
-        if own is not None and own["intervals"] != [list(i) for i in exchange.intervals]:
-            _log.warning("the site has another number of ranks than its checkpoint: the residual of the codec is lost")
-            own = None
+        if own is not None and (own := recut(own, exchange.intervals)) is None:
+            _log.warning("the checkpoint lacks some ranks' parts: the residual of the codec is lost")
         if own is None:
             exchange.anchor = exchange.read()
             return
