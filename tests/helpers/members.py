@@ -201,6 +201,11 @@ class RoamingMember(Member):
             retry_cap_s=0.2,
         )
 
+    @property
+    def holding(self) -> bool:
+        """Whether a parent has accepted something that is not settled."""
+        return any(update_id in self.acknowledged for update_id in self.open())
+
     def _settle(self, receipt: Receipt) -> None:
         super()._settle(receipt)
         with self._changed:

@@ -45,6 +45,7 @@ class InlineAbove:
         self.member = False
         self.down = False
         self.pushed: list[Update] = []
+        self.on_push: Callable[[UpdateId, bytes], None] = lambda update_id, payload: None
         self.feed: Callable[[Event], object] = lambda event: None
 
     def push(self, update: Update, payload: Callable[[], bytes], done: Callable[[Any], None]) -> None:
@@ -52,7 +53,9 @@ class InlineAbove:
         try:
             self._reach()
             self.pushed.append(update)
-            receipt = self.parent.push(update.header, update.slices[0], memoryview(payload()))
+            data = payload()
+            self.on_push(update.update_id, data)
+            receipt = self.parent.push(update.header, update.slices[0], memoryview(data))
         except FleetError as error:
             done(error)
         else:
@@ -132,6 +135,10 @@ class MemoryRegion(MemoryFleet):
         """What its session would do now and then."""
         with self.turn():
             self.above.beat()
+
+    def watch_pushes(self, call: Callable[[UpdateId, bytes], None]) -> None:
+        """Call with every partial that is pushed."""
+        self.above.on_push = call
 
     @property
     def pushed(self) -> list[Update]:

@@ -116,11 +116,14 @@ def test_regions_killed_at_random_moments_and_members_that_move_settle_everythin
         for kill in range(KILLS):
             moments.wait(rng.choice(["acknowledged", "settled"]), rng.randint(1, MEMBERS))
             name = REGIONS[kill % 2]
-            tree.regions[name].kill()
-            if kill % 3 == 2:  # it stays away until its members have found another parent
-                gone = tree.addresses[name]
-                eventually(lambda gone=gone: all(member.failover.address != gone for member in fleet), "they moved on")
-                moments.wait("settled", MEMBERS)
+            gone = tree.addresses[name]
+            if kill % 3 == 2:  # it holds something, and stays away until its members have found another parent
+                eventually(lambda gone=gone: any(m.failover.address == gone and m.holding for m in fleet), "it holds something")
+                tree.regions[name].kill()
+                eventually(lambda gone=gone: all(m.failover.address != gone for m in fleet), "they moved on")
+                moments.wait("settled", 2 * MEMBERS)
+            else:
+                tree.regions[name].kill()
             tree.start(name)
         moments.wait("settled", MEMBERS)
         for member in fleet:
