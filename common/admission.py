@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from fleetddp.common.codecs import NAMES, get
 from fleetddp.common.config import MAX_NORM, MIN_SAMPLES, FleetConfig
-from fleetddp.common.errors import Reason, Refused
+from fleetddp.common.errors import ConfigError, Reason, Refused
 from fleetddp.common.events import Joined
+from fleetddp.common.fragments import Changes, cut
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry
-from fleetddp.common.update import NO_VERSION, Group, Kind, Receipt, Slice, Tier, Update, UpdateHeader, UpdateId
+from fleetddp.common.update import NO_VERSION, Fragment, Group, Kind, Receipt, Slice, Tier, Update, UpdateHeader, UpdateId
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,11 +34,17 @@ class Standing:
     init_by: str = ""  # who brought the first weights, once they have arrived whole
     regional: bool = False  # this aggregator has a parent, where the first weights come from
     known: int = NO_VERSION  # the newest version that a parent told of
+    fragments: int = 1  # that the layout is cut into
+    changes: Changes | None = None  # of the fragments up to ``head``; None where the layout is not cut
 
     def wants_init(self, tier: Tier) -> bool:
         """Whether a member of this tier should upload the first weights."""
         awaited = self.version == NO_VERSION and not self.init_by and self.config.start.bootstrap == "site" and not self.regional
         return awaited and tier is Tier.SITE and not self.finished
+
+    def staleness(self, base_version: int, fragment: Fragment | None) -> int:
+        """Of an update that is merged on top of ``head``."""
+        return self.head - base_version if self.changes is None else self.changes.oldest(base_version, fragment)
 
     def joined(self, tier: Tier, receipts: tuple[Receipt, ...], steps: int = 0) -> Joined:
         """What a member of this tier needs to know to take part."""
@@ -53,6 +60,7 @@ class Standing:
             codecs=NAMES,
             receipts=receipts,
             finished=self.finished,
+            fragments=self.fragments,
             steps=steps,
         )
 
@@ -108,8 +116,22 @@ def _layout_is_ours(header: UpdateHeader, standing: Standing) -> None:
             raise Refused(
                 Reason.WRONG_LAYOUT, f"the header names layout {header.layout[:12]}, its spec is {named.fingerprint[:12]}"
             )
+        try:
+            cut(named, standing.fragments)
+        except ConfigError as error:
+            raise Refused(Reason.WRONG_LAYOUT, str(error)) from None
     else:
         check_layout(header.layout, standing)
+
+
+def _fragment_is_ours(header: UpdateHeader, standing: Standing) -> None:
+    fragment = header.fragment
+    if fragment is None:
+        return
+    if header.kind is Kind.INIT:
+        raise Refused(Reason.WRONG_KIND, "first weights are whole")
+    if fragment.count != standing.fragments or not 0 <= fragment.index < fragment.count:
+        raise Refused(Reason.WRONG_INTERVALS, f"{fragment}; this run cuts its layout into {standing.fragments} (site.fragments)")
 
 
 def _codec_is_known(header: UpdateHeader, standing: Standing) -> None:
@@ -150,17 +172,17 @@ def _not_stale(header: UpdateHeader, standing: Standing) -> None:
     if header.kind is Kind.INIT or header.groups:  # of a partial it is told which of its updates are: ``stale_in``
         return
     base, bound = header.base_version, standing.config.merge.bound(header.tier)
-    if standing.head - base > bound:
+    staleness = standing.staleness(base, header.fragment)
+    if staleness > bound:
         raise Refused(
-            Reason.STALE,
-            f"based on version {base}, {standing.head - base} behind; the bound of tier {header.tier.value} is {bound}",
+            Reason.STALE, f"based on version {base}, {staleness} behind; the bound of tier {header.tier.value} is {bound}"
         )
 
 
 def stale_in(header: UpdateHeader, standing: Standing) -> tuple[UpdateId, ...]:
     """Of a partial: the leaf updates in it that are too stale by now."""
-    bound = standing.config.merge.bound
-    return tuple(i for g in header.groups if standing.head - g.base_version > bound(g.tier) for i in g.ids)
+    bound, staleness = standing.config.merge.bound, standing.staleness
+    return tuple(i for g in header.groups if staleness(g.base_version, header.fragment) > bound(g.tier) for i in g.ids)
 
 
 HeaderCheck = Callable[[UpdateHeader, Standing], None]
@@ -168,6 +190,7 @@ HEADER: tuple[HeaderCheck, ...] = (
     _run_goes_on,
     _kind_is_taken,
     _layout_is_ours,
+    _fragment_is_ours,
     _codec_is_known,
     _groups_add_up,
     _base_exists,

@@ -23,8 +23,9 @@ from typing import Any
 
 from fleetddp.common import admission, events
 from fleetddp.common.config import FleetConfig
-from fleetddp.common.errors import Reason, Refused
+from fleetddp.common.errors import ConfigError, Reason, Refused
 from fleetddp.common.events import Decision, Effect, Event, Reply, Say, Settle
+from fleetddp.common.fragments import Changes
 from fleetddp.common.intake import Intake
 from fleetddp.common.layout import Layout
 from fleetddp.common.membership import Membership, superseded
@@ -53,6 +54,7 @@ class Aggregator:
         )
         if recovered.version is not None:
             self._standing.version = self._standing.head = recovered.version.number
+        self._cut(config.site.fragments)
         self._members = Membership(config.members)
         self._receipts = Receipts(recovered.high_water, recovered.merged, gaps=recovered.gaps)
         self._intake = Intake(self._standing, self._members, self._receipts)
@@ -104,6 +106,16 @@ class Aggregator:
         """How many members hold a lease."""
         return sum(self._members.live_by_tier.values())
 
+    def _cut(self, fragments: int) -> None:
+        """The layout is cut into so many fragments."""
+        recovered, standing = self._recovered, self._standing
+        begun = 1 if recovered.changes is None else len(recovered.changes.at)
+        if recovered.version is not None and begun != fragments:
+            raise ConfigError(f"site.fragments is {fragments}, but this run began with {begun}: a run never changes it")
+        standing.fragments = fragments
+        if fragments > 1:
+            standing.changes = recovered.changes or Changes.at_the_start(fragments)
+
     # ---- driving ----------------------------------------------------------------------------------------------------------
 
     def start(self, now: float) -> list[Effect]:
@@ -116,6 +128,7 @@ class Aggregator:
         if recovered.decision is not None:
             self._merging = recovered.decision
             self._standing.head = recovered.decision.version
+            self._standing.changes = recovered.decision.changes
             merging = frozenset(recovered.decision.ids)
             out.append(events.Merge(decision=recovered.decision))
         for update in recovered.accepted:
@@ -257,7 +270,7 @@ class Aggregator:
         """An accepted update is in the open window."""
         assert self._window is not None  # there is a version, and the run goes on
         self._window.add(update)
-        self._members.arrive(update, self._windows, self._standing.head - update.header.base_version)
+        self._members.arrive(update, self._windows, self._standing.staleness(update.header.base_version, update.header.fragment))
 
     def _found(self, init: Update, now: float, out: list[Effect]) -> None:
         """Version 0 is made of the first weights that are durable."""
@@ -267,8 +280,9 @@ class Aggregator:
 
     def _merge(self, window: Window, reason: str, now: float, out: list[Effect]) -> None:
         """Decide the next version. The journal takes the decision's time as the next window's opening."""
-        self._merging = decision_on(window.updates, self.version + 1, now, reason, self.config.merge)
-        self._standing.head = self._merging.version
+        changes = self._standing.changes
+        self._merging = decision_on(window.updates, self.version + 1, now, reason, self.config.merge, changes)
+        self._standing.head, self._standing.changes = self._merging.version, self._merging.changes
         out.append(events.Merge(decision=self._merging))
         self._open(now)
 

@@ -261,6 +261,7 @@ class SiteConfig(Section):
     wait_s: Annotated[float, Field(ge=0)] | None = None  # at a boundary, for a new version; None: as long as it takes
     overlap: Literal["none", "steps"] = "none"  # steps: train on while an update travels and a version is made
     adopt_every: PositiveInt = 5  # counted steps between those at which a version may be adopted, with overlap
+    fragments: Annotated[int, Field(ge=1, le=64)] = 1  # of the layout, each exchanged every sync_every steps, in turn
     warmup_sync_steps: Annotated[int, Field(ge=0)] = 0  # the run's first versions: an exchange at every step, no overlap
     checkpoint: Path | None = None
     checkpoint_every: PositiveInt = 1  # boundaries
@@ -274,6 +275,12 @@ class SiteConfig(Section):
     buffers: Literal["average", "local"] = "average"
     hierarchy: Literal["auto", "on", "off"] = "auto"  # gradients averaged inside each node first, then between nodes
     cross_node: Literal["float32", "bfloat16", "int8"] = "float32"  # of gradients between nodes, where hierarchy is used
+
+    @model_validator(mode="after")
+    def _a_step_for_each_fragment(self) -> SiteConfig:
+        if self.sync_every % self.fragments:
+            raise ValueError(f"sync_every ({self.sync_every}) must be a multiple of fragments ({self.fragments})")
+        return self
 
     @model_validator(mode="after")
     def _scaled_from_something(self) -> SiteConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fleetddp.common.fragments import Changes
 from fleetddp.common.update import Receipt, UpdateHeader, UpdateId
 
 
@@ -18,6 +19,7 @@ class Term:
     update_id: UpdateId
     row: int  # 0, or the group's index in a partial
     coefficient: float  # of the parameters; the outer gradient is sum(coefficient * u)
+    fragment: int = 0  # of the layout, where it is cut: the one that these coefficients are for
     buffer_coefficient: float  # of the buffers, whose mean is sum(buffer_coefficient * b) (all 0: no term carries buffers)
 
 
@@ -27,10 +29,11 @@ class Decision:
 
     version: int
     at: float
-    terms: tuple[Term, ...]  # sorted by (update_id, row): the canonical order
+    terms: tuple[Term, ...]  # sorted by (fragment, update_id, row): the canonical order
     ids: tuple[UpdateId, ...]  # of the accepted updates merged (sorted)
     leaf_ids: tuple[UpdateId, ...]  # those they stand for
     reason: str
+    changes: Changes | None = None  # of the fragments, this version's among them; None where the layout is not cut
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

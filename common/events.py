@@ -204,6 +204,7 @@ class Joined:
     codecs: tuple[str, ...]  # what the parent decodes
     receipts: tuple[Receipt, ...] = ()
     finished: str = ""  # why the run is over; empty while it goes on
+    fragments: int = 1  # that the run's layout is cut into; an update covers one of them, or all
     steps: int = 0  # for its next unit of work; 0: as its own settings say
 
 

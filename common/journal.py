@@ -24,10 +24,12 @@ from urllib.parse import quote
 from fleetddp.common.errors import ConfigError, Reason, Refused, StorageError
 from fleetddp.common.events import Decision
 from fleetddp.common.files import File, Files, OsFiles
+from fleetddp.common.fragments import Changes
 from fleetddp.common.high_water import INCARNATIONS, Mark, after
 from fleetddp.common.layout import Layout
 from fleetddp.common.recovered import (
     Recovered,
+    changes_from_json,
     decision_from_json,
     decision_to_json,
     update_from_json,
@@ -176,6 +178,7 @@ class Journal:
             gaps={process: gaps for process, mark in marks.items() if (gaps := mark.gaps)},
             merged=merged,
             finished=facts.get("finished", ""),
+            changes=changes_from_json(json.loads(facts["changes"])) if "changes" in facts else None,
         )
 
     def _clean(self, folder: Path, promised: dict[str, int]) -> None:
@@ -315,6 +318,10 @@ class Journal:
             db.executemany("INSERT OR REPLACE INTO merged (id, version) VALUES (?, ?)", merged)
             self._raise_high_water(ids)
             db.execute("DELETE FROM facts WHERE name = 'decision'")
+            if version.changed:
+                changes = Changes.at_the_start(len(version.changed)) if decision is None else decision.changes
+                assert changes is not None  # ``version.changed`` is of them
+                self._set("changes", json.dumps(changes.at))
             if newest is None:
                 self._set("layout", layout.to_json().decode())
                 self._set("began", json.dumps(version.published_at))

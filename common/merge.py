@@ -11,18 +11,21 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 from fleetddp.common.config import Constant, Discount, MergeConfig, Polynomial
 from fleetddp.common.events import Decision, Term
+from fleetddp.common.fragments import Changes
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry, tensor_over
 from fleetddp.common.scores import weighted_means
 from fleetddp.common.update import Interval, Kind, Tier, Update
 
 Read = Callable[[int, int], bytes]  # bytes [start, stop) of an update's payload
+Staleness = Callable[[int], int]  # of an update, by its base version
 
 
 def discount(rule: Discount, staleness: int) -> float:
@@ -48,13 +51,20 @@ class _Row:
     buffer_scale: float
 
 
-def decision_on(updates: Iterable[Update], version: int, at: float, reason: str, config: MergeConfig) -> Decision:
-    """What version ``version`` is made of: these updates, in the canonical order."""
+def decision_on(
+    updates: Iterable[Update], version: int, at: float, reason: str, config: MergeConfig, changes: Changes | None = None
+) -> Decision:
+    """What version ``version`` is made of: these updates, in the canonical order. ``changes``: of the fragments, before it."""
     ordered = sorted(updates, key=lambda update: update.update_id)
+    terms = plan(ordered, version, config, changes)
+    if changes is not None:
+        kept = max(config.bound(tier) for tier in (Tier.SITE, Tier.EDGE)) + 2
+        changes = changes.after(version, {term.fragment for term in terms}, kept=kept)
     return Decision(
         version=version,
         at=at,
-        terms=plan(ordered, version, config),
+        terms=terms,
+        changes=changes,
         ids=tuple(update.update_id for update in ordered),
         leaf_ids=tuple(sorted(i for update in ordered for i in update.header.leaf_ids)),
         reason=reason,
@@ -62,7 +72,7 @@ def decision_on(updates: Iterable[Update], version: int, at: float, reason: str,
     )
 
 
-def plan(updates: Sequence[Update], version: int, config: MergeConfig) -> tuple[Term, ...]:
+def plan(updates: Sequence[Update], version: int, config: MergeConfig, changes: Changes | None = None) -> tuple[Term, ...]:
     """The terms that make version ``version`` out of deltas, gradients and partials, in any order.
 
     Within a tier the outer gradient is sum(w d u) / sum(w): w samples, d the discount, u the update; a stale window thus takes a
@@ -70,15 +80,26 @@ def plan(updates: Sequence[Update], version: int, config: MergeConfig) -> tuple[
     tiers present are mixed in proportion to their shares; ``share: samples`` knows no tiers. Updates of one member on one base
     are parts of one longer update: added, with the weight of their summed samples. A gradient is the delta of one step of
     ``gradient_lr``. A partial's row already is a sum of w u. Buffers are averaged: sum(w d b) / sum(w d).
+
+    Where the layout is cut, all that is done for each fragment by itself, over the updates that cover it.
     """
+    if changes is None:
+        return _terms(updates, 0, lambda base: version - 1 - base, config)
+    fragments = range(len(changes.at))
+    covering = {i: [u for u in updates if u.header.fragment is None or u.header.fragment.index == i] for i in fragments}
+    return tuple(t for i, some in covering.items() for t in _terms(some, i, partial(changes.staleness, fragment=i), config))
+
+
+def _terms(updates: Sequence[Update], fragment: int, staleness: Staleness, config: MergeConfig) -> tuple[Term, ...]:
     joint = joint_samples(updates)
-    rows = [row for update in sorted(updates, key=lambda u: u.update_id) for row in _rows(update, version, config, joint)]
+    rows = [row for update in sorted(updates, key=lambda u: u.update_id) for row in _rows(update, staleness, config, joint)]
     means = _tier_means(rows, config)
     buffered = math.fsum(row.buffer_samples * row.discount for row in rows)
     return tuple(
         Term(
             update_id=row.update.update_id,
             row=row.index,
+            fragment=fragment,
             coefficient=row.scale * row.discount / means[row.tier].samples * means[row.tier].share,
             buffer_coefficient=row.buffer_scale * row.discount / buffered if row.buffer_samples and buffered else 0.0,
         )
@@ -112,11 +133,11 @@ def joint_samples(updates: Sequence[Update]) -> dict[tuple[str, int], float]:
     return {key: math.fsum(samples) for key, samples in parts.items()}
 
 
-def _rows(update: Update, version: int, config: MergeConfig, joint: dict[tuple[str, int], float]) -> Iterator[_Row]:
+def _rows(update: Update, staleness: Staleness, config: MergeConfig, joint: dict[tuple[str, int], float]) -> Iterator[_Row]:
     header = update.header
 
     def discounted(tier: Tier, base_version: int) -> float:
-        return discount(config.for_tier(tier).discount, version - 1 - base_version)
+        return discount(config.for_tier(tier).discount, staleness(base_version))
 
     if header.kind is Kind.PARTIAL:
         for index, group in enumerate(header.groups):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fleetddp.common.codecs import BLOCK, Codec, get
 from fleetddp.common.errors import ConfigError, Reason, Refused
+from fleetddp.common.fragments import deal, elements_of
 from fleetddp.common.layout import Layout
 from fleetddp.common.update import Interval, Kind, UpdateHeader
 
@@ -38,23 +39,42 @@ class Section(NamedTuple):
         return self.start + self.size
 
 
+class _Span(NamedTuple):
+    """A section of any row: elements [start, stop) of the layout."""
+
+    start: int
+    stop: int
+    codec: Codec
+    parameters: bool
+
+    def inside(self, interval: Interval) -> _Span:
+        """The part of it that lies in an interval; perhaps an empty one."""
+        return self._replace(start=max(self.start, interval[0]), stop=min(self.stop, interval[1]))
+
+
 class Geometry:
     """The canonical payload of ``rows`` vectors of a layout whose parameters are encoded by ``codec``.
 
-    ``buffers=False``: the payload carries none (a ``gradient``). Positions that no sender may use (unaligned, crossing a
+    ``buffers=False``: the payload carries none (a ``gradient``). ``within``: of each row it holds these elements alone, runs of
+    whole blocks (a fragment). Positions that no sender may use (unaligned, crossing a
     section, out of bounds, empty) raise ``Refused(WRONG_INTERVALS)``.
     """
 
-    def __init__(self, layout: Layout, codec: Codec, *, rows: int = 1, buffers: bool = True) -> None:
+    def __init__(
+        self, layout: Layout, codec: Codec, *, rows: int = 1, buffers: bool = True, within: Sequence[Interval] | None = None
+    ) -> None:
         self.layout = layout
         self.codec = codec
         self.rows = rows
-        self._buffer_codec = get("float64" if codec.spec == "float64" else "float32")
-        self._buffer_elements = layout.buffer_elements if buffers else 0
-        self._parameter_bytes = codec.encoded_bytes(layout.parameters)
-        self.row_bytes = self._parameter_bytes + self._buffer_codec.encoded_bytes(self._buffer_elements)
-        self.payload_bytes = rows * self.row_bytes
+        buffer_codec = get("float64" if codec.spec == "float64" else "float32")
+        whole = [_Span(0, layout.parameters, codec, True)]
+        if buffers and layout.buffer_elements:
+            whole.append(_Span(layout.buffer_start, layout.elements, buffer_codec, False))
+        parts = whole if within is None else [span.inside(interval) for span in whole for interval in within]
+        self._spans = [span for span in parts if span.start < span.stop]
         self._first_row = self._sections_at(0, 0)
+        self.row_bytes = self._first_row[-1].byte_stop if self._first_row else 0
+        self.payload_bytes = rows * self.row_bytes
 
     @classmethod
     def of_update(cls, header: UpdateHeader, layout: Layout | None) -> Geometry:
@@ -66,7 +86,8 @@ class Geometry:
             layout = Layout.from_json(header.layout_spec)
         if layout is None:
             raise Refused(Reason.NO_VERSION, f"{header.update_id} cannot be placed: this run has no layout yet")
-        return cls(layout, get(header.codec), rows=header.rows, buffers=header.kind is not Kind.GRADIENT)
+        within = elements_of(layout, header.fragment)
+        return cls(layout, get(header.codec), rows=header.rows, buffers=header.kind is not Kind.GRADIENT, within=within)
 
     # ---- elements -> bytes --------------------------------------------------------------------------------------------------
 
@@ -83,19 +104,7 @@ class Geometry:
 
     def split(self, parts: int) -> list[tuple[Interval, ...]]:
         """Cut the payload into ``parts`` runs of blocks, equal but for one block; some are empty when there are fewer blocks."""
-        sections = [s for row in range(self.rows) for s in self._sections(row)]
-        blocks = sum(-(-s.size // BLOCK) for s in sections)
-        shares: list[tuple[Interval, ...]] = []
-        for part in range(parts):
-            first, last = part * blocks // parts, (part + 1) * blocks // parts
-            intervals: list[Interval] = []
-            for s in sections:
-                start, stop = s.start + max(first, 0) * BLOCK, s.start + min(last * BLOCK, s.size)
-                if start < stop:
-                    intervals.append((start, stop))
-                first, last = first - -(-s.size // BLOCK), last - -(-s.size // BLOCK)
-            shares.append(tuple(intervals))
-        return shares
+        return deal(self.required(), parts)
 
     def encode(self, values: Tensor, interval: Interval) -> Tensor:
         """f32 elements of an interval (within one section) to its bytes."""
@@ -113,11 +122,12 @@ class Geometry:
         return self._sections_at(row * self.layout.elements, row * self.row_bytes) if row else self._first_row
 
     def _sections_at(self, start: int, byte: int) -> list[Section]:
-        middle = byte + self._parameter_bytes
-        sections = [Section(start, self.layout.parameters, byte, middle, self.codec, True)]
-        if self._buffer_elements:
-            first = start + self.layout.buffer_start
-            sections.append(Section(first, self._buffer_elements, middle, byte + self.row_bytes, self._buffer_codec, False))
+        sections = []
+        for span in self._spans:
+            size = span.stop - span.start
+            end = byte + span.codec.encoded_bytes(size)
+            sections.append(Section(start + span.start, size, byte, end, span.codec, span.parameters))
+            byte = end
         return sections
 
     def _section_of(self, interval: Interval) -> Section:
@@ -128,11 +138,11 @@ class Geometry:
                 aligned = (start - s.start) % BLOCK == 0 and ((stop - s.start) % BLOCK == 0 or stop == s.stop)
                 if s.start <= start and stop <= s.stop and aligned:
                     return s
+        held = ", ".join(f"{'parameters' if s.parameters else 'buffers'} [{s.start}, {s.stop})" for s in self._first_row)
         raise Refused(
             Reason.WRONG_INTERVALS,
             f"elements [{start}, {stop}) are not whole blocks of {BLOCK} within one section: each of {self.rows} rows of "
-            f"{self.layout.elements} has {self.layout.parameters} parameters, then {self._buffer_elements} buffer elements at "
-            f"{self.layout.buffer_start}",
+            f"{self.layout.elements} has {held or 'none'}",
         )
 
     # ---- bytes -> elements --------------------------------------------------------------------------------------------------

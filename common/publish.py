@@ -8,7 +8,7 @@ and never adds up (error feedback at the publisher).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from fleetddp.common.config import FleetConfig
 from fleetddp.common.errors import ConfigError, Refused, StorageError
 from fleetddp.common.events import Decision, Term
 from fleetddp.common.files import File, OsFiles
+from fleetddp.common.fragments import cut
 from fleetddp.common.journal import Journal
 from fleetddp.common.layout import Buffers, Layout
 from fleetddp.common.merge import Operand, weighted_sum
@@ -42,6 +43,7 @@ class Publisher:
         self._journal = journal
         self._codec = codecs.get(config.publish)
         self._outer = OuterOptimizer(config.outer)
+        self._fragments = config.site.fragments
 
     def found(self, update: Update, at: float) -> Version:
         """Make version 0 from an accepted ``init``."""
@@ -68,9 +70,12 @@ class Publisher:
     def found_weights(self, layout: Layout, weights: Weights, at: float) -> Version:
         """Make version 0 from these weights."""
         with self._draft(0) as file:
-            writer = VersionWriter(file, layout, self._codec)
+            changed = (0,) * self._fragments if self._fragments > 1 else ()
+            cut(layout, self._fragments)  # refused here, where the layout is known, or never
+            writer = VersionWriter(file, layout, self._codec, changed=changed)
             version = Version(
                 number=0,
+                changed=changed,
                 layout=layout.fingerprint,
                 codec=self._codec.spec,
                 payload_bytes=writer.payload_bytes,
@@ -86,18 +91,28 @@ class Publisher:
         with self._journal.read_version(decision.version - 1) as reader:
             previous = VersionFile(reader)
             layout = previous.head.layout
-            step = _Step(previous, self._outer, decision.terms, self._operands(decision, layout))
+            step = _Step(previous, self._outer, decision, self._operands(decision, layout))
             with self._draft(decision.version) as file:
+                changed = () if decision.changes is None else decision.changes.last
                 writer = VersionWriter(
-                    file, layout, self._codec, optimizer=self._outer.name, slots=self._outer.slots, scalars=self._outer.scalars
+                    file,
+                    layout,
+                    self._codec,
+                    optimizer=self._outer.name,
+                    slots=self._outer.slots,
+                    scalars=step.names,
+                    changed=changed,
+                    optimizer_since=step.since,
                 )
-                for interval in blocks(0, layout.parameters):
-                    writer.parameters(interval, *step.parameters(interval))
-                for interval in buffer_blocks(layout):
-                    writer.buffers(step.buffers(interval))
+                for fragment, interval in step.blocks():
+                    if interval[0] < layout.parameters:
+                        writer.parameters(interval, *step.parameters(fragment, interval))
+                    else:
+                        writer.buffers(step.buffers(fragment, interval))
                 digest = writer.finish(number=decision.version, updates=len(decision.leaf_ids), scalars=step.scalars)
                 version = Version(
                     number=decision.version,
+                    changed=changed,
                     layout=layout.fingerprint,
                     codec=self._codec.spec,
                     payload_bytes=writer.payload_bytes,
@@ -140,45 +155,69 @@ def accepted_operand(journal: Journal, update: Update, layout: Layout) -> Operan
 
 
 class _Step:
-    """One outer step, block by block, in buffers that are used again for each block."""
+    """One outer step, block by block, in buffers that are used again for each block.
+
+    Each fragment is stepped by itself, with scalars of its own; one that no update covers stays as it is, with its state.
+    """
 
     def __init__(
-        self, previous: VersionFile, outer: OuterOptimizer, terms: Sequence[Term], operand: Callable[[Term], Operand]
+        self, previous: VersionFile, outer: OuterOptimizer, decision: Decision, operand: Callable[[Term], Operand]
     ) -> None:
-        self._previous, self._outer, self._terms, self._operand = previous, outer, terms, operand
+        self._previous, self._outer, self._operand = previous, outer, operand
         head = previous.head
         self._layout = head.layout
+        self._count = 1 if decision.changes is None else len(decision.changes.at)
+        self._terms = [[t for t in decision.terms if t.fragment == index] for index in range(self._count)]
+        self.names = [self._name(scalar, index) for index in range(self._count) for scalar in outer.scalars]
         # Another optimizer than the last one starts afresh, as do other options that keep other state.
-        kept = (head.optimizer, set(head.slots), set(head.scalars))
-        self._resumed = kept == (outer.name, set(outer.slots), set(outer.scalars))
-        self.scalars: dict[str, float] = {}
+        kept = (head.optimizer, set(head.slots), set(head.scalars)) == (outer.name, set(outer.slots), set(self.names))
+        self.since = head.optimizer_since if kept else decision.version  # the first version that this optimizer made
+        self._resumed = [kept and (not head.changed or at >= self.since) for at in head.changed or (0,)]
+        self.scalars = {name: head.scalars.get(name, 0.0) if kept else 0.0 for name in self.names}
         size = min(BLOCK_ELEMENTS, self._layout.elements)
         self._sum, self._product = (torch.empty(size, dtype=torch.float64) for _ in range(2))
         self._weights, self._merged = (torch.empty(size, dtype=torch.float32) for _ in range(2))
         self._state = {slot: torch.empty(size, dtype=torch.float32) for slot in outer.slots}
 
-    def parameters(self, interval: Interval) -> tuple[Tensor, dict[str, Tensor]]:
+    def blocks(self) -> Iterator[tuple[int, Interval]]:
+        """All elements in order, each block with the fragment that it lies in."""
+        for index, intervals in enumerate(cut(self._layout, self._count)):
+            for interval in intervals:
+                for block in blocks(*interval):
+                    yield index, block
+
+    def parameters(self, fragment: int, interval: Interval) -> tuple[Tensor, dict[str, Tensor]]:
         """The next exact weights of a block, and the optimizer's state vectors."""
         n = interval[1] - interval[0]
         weights = self._previous.weights(interval, self._weights[:n])
         state = {slot: vector[:n] for slot, vector in self._state.items()}
-        if self._resumed:
-            for slot, vector in state.items():
+        resumed = self._resumed[fragment]
+        for slot, vector in state.items():
+            if resumed:
                 self._previous.slot(slot, interval, vector)
-        before = self._previous.head.scalars if self._resumed else None
-        self.scalars = self._outer.step(weights, self._mean(interval), state, before)
+            else:
+                vector.zero_()
+        if self._terms[fragment]:
+            names = {scalar: self._name(scalar, fragment) for scalar in self._outer.scalars}
+            before = {scalar: self._previous.head.scalars[name] for scalar, name in names.items()} if resumed else None
+            after = self._outer.step(weights, self._mean(fragment, interval), state, before)
+            self.scalars |= {names[scalar]: value for scalar, value in after.items()}
         return weights, state
 
-    def buffers(self, interval: Interval) -> Tensor:
+    def buffers(self, fragment: int, interval: Interval) -> Tensor:
         """The next buffers of a block: the mean of those that arrived, else the ones before."""
-        if any(term.buffer_coefficient for term in self._terms):
-            return self._mean(interval)
+        if any(term.buffer_coefficient for term in self._terms[fragment]):
+            return self._mean(fragment, interval)
         return self._previous.weights(interval, self._weights[: interval[1] - interval[0]])
 
-    def _mean(self, interval: Interval) -> Tensor:
+    def _mean(self, fragment: int, interval: Interval) -> Tensor:
         n = interval[1] - interval[0]
-        weighted_sum(self._operand, self._terms, self._layout, interval, out=self._sum[:n], product=self._product[:n])
+        terms = self._terms[fragment]
+        weighted_sum(self._operand, terms, self._layout, interval, out=self._sum[:n], product=self._product[:n])
         return self._merged[:n].copy_(self._sum[:n])
+
+    def _name(self, scalar: str, fragment: int) -> str:
+        return scalar if self._count == 1 else f"{scalar}.{fragment}"
 
 
 def save_init(module: nn.Module, path: str | Path, *, buffers: Buffers = "average") -> None:

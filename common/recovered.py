@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fleetddp.common.events import Decision, Joined, Sealing, Term
+from fleetddp.common.fragments import Changes
 from fleetddp.common.layout import Layout
 from fleetddp.common.update import (
+    Fragment,
     Group,
     Kind,
     Receipt,
@@ -38,6 +40,7 @@ class Recovered:
     gaps: Mapping[tuple[str, int], Collection[int]] = field(default_factory=dict)  # below those: sequences not merged
     merged: Mapping[UpdateId, int] = field(default_factory=dict)  # of the versions kept: id -> the version it is in
     finished: str = ""
+    changes: Changes | None = None  # of the fragments; None where the layout is not cut
 
     @classmethod
     def empty(cls, run: str) -> Recovered:
@@ -73,6 +76,7 @@ def update_to_json(update: Update) -> str:
             "steps": header.steps,
             "seconds": header.seconds,
             "metrics": dict(header.metrics),
+            "fragment": None if header.fragment is None else [header.fragment.index, header.fragment.count],
             "groups": [[g.tier.value, g.base_version, g.samples, g.buffer_samples, g.ids] for g in header.groups],
             "layout_spec": header.layout_spec.decode(),
             "samples": update.samples,
@@ -96,6 +100,7 @@ def update_from_json(text: str) -> Update:
         steps=row["steps"],
         seconds=row["seconds"],
         metrics=row["metrics"],
+        fragment=Fragment(*row["fragment"]) if row.get("fragment") else None,
         groups=tuple(_group(*group) for group in row["groups"]),
         layout_spec=row["layout_spec"].encode(),
     )
@@ -114,7 +119,8 @@ def decision_to_json(decision: Decision) -> str:
         {
             "version": decision.version,
             "at": decision.at,
-            "terms": [[t.update_id, t.row, t.coefficient, t.buffer_coefficient] for t in decision.terms],
+            "terms": [[t.update_id, t.row, t.coefficient, t.buffer_coefficient, t.fragment] for t in decision.terms],
+            "changes": None if decision.changes is None else decision.changes.at,
             "ids": decision.ids,
             "leaf_ids": decision.leaf_ids,
             "reason": decision.reason,
@@ -133,8 +139,14 @@ def decision_from_json(text: str) -> Decision:
         ids=_ids(row["ids"]),
         leaf_ids=_ids(row["leaf_ids"]),
         reason=row["reason"],
+        changes=changes_from_json(row.get("changes")),
         metrics=row["metrics"],
     )
+
+
+def changes_from_json(at: Sequence[Sequence[int]] | None) -> Changes | None:
+    """Of the fragments, as ``Changes.at`` is written."""
+    return None if at is None else Changes(tuple(tuple(versions) for versions in at))
 
 
 def sealing_to_json(sealing: Sealing) -> str:
@@ -191,6 +203,7 @@ def version_to_json(version: Version) -> str:
             "digest": version.digest,
             "published_at": version.published_at,
             "updates": version.updates,
+            "changed": version.changed,
             "metrics": dict(version.metrics),
         }
     )
@@ -198,7 +211,8 @@ def version_to_json(version: Version) -> str:
 
 def version_from_json(text: str) -> Version:
     """The inverse of ``version_to_json``."""
-    return Version(**json.loads(text))
+    row = json.loads(text)
+    return Version(**{**row, "changed": tuple(row.get("changed", ()))})
 
 
 def _ids(rows: Sequence[Sequence[Any]]) -> tuple[UpdateId, ...]:
@@ -213,5 +227,11 @@ def _slice(intervals: Sequence[Sequence[int]], samples: float, digest: int) -> S
     return Slice(intervals=tuple((start, stop) for start, stop in intervals), samples=samples, digest=digest)
 
 
-def _term(update_id: Sequence[Any], row: int, coefficient: float, buffer_coefficient: float) -> Term:
-    return Term(update_id=UpdateId(*update_id), row=row, coefficient=coefficient, buffer_coefficient=buffer_coefficient)
+def _term(update_id: Sequence[Any], row: int, coefficient: float, buffer_coefficient: float, fragment: int = 0) -> Term:
+    return Term(
+        update_id=UpdateId(*update_id),
+        row=row,
+        fragment=fragment,
+        coefficient=coefficient,
+        buffer_coefficient=buffer_coefficient,
+    )

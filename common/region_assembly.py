@@ -42,6 +42,7 @@ def region_config(config: FleetConfig) -> FleetConfig:
         "window": region.window or _window_like(config.window),
         "until": UntilConfig(),
         "start": StartConfig(),
+        "site": config.site.model_copy(update={"fragments": 1}),  # whole updates only
     }
     return config.model_copy(update=changes)
 

@@ -226,7 +226,7 @@ class Staging:
 
 def _shape(header: UpdateHeader) -> tuple[Any, ...]:
     """What must be the same on all streams of an update for their bytes to belong together."""
-    return header.kind, header.tier, header.base_version, header.codec, header.layout, header.groups
+    return header.kind, header.tier, header.base_version, header.codec, header.layout, header.groups, header.fragment
 
 
 def _sum_of_squares(values: np.ndarray[Any, np.dtype[np.float32]]) -> float:

@@ -50,6 +50,17 @@ class UpdateId(NamedTuple):
         return cls(node, int(incarnation), int(sequence))
 
 
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """One of the ``count`` runs of blocks that a layout is cut into (``fragments.py``)."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"fragment {self.index} of {self.count}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """One row of a partial: sum(w u) over leaf updates of one tier on one base version.
@@ -78,6 +89,7 @@ class UpdateHeader:
     seconds: float = 0.0  # time the member spent computing it
     metrics: Mapping[str, float] = field(default_factory=dict)
     groups: tuple[Group, ...] = ()  # of a partial, else empty
+    fragment: Fragment | None = None  # all that it covers; None: the whole layout
     layout_spec: bytes = b""  # of an init: Layout.to_json(), so that the coordinator learns the layout
 
     @property
@@ -133,6 +145,7 @@ class Version:
     digest: int  # CRC32C of the published payload
     published_at: float
     updates: int = 0  # leaf updates merged into it
+    changed: tuple[int, ...] = ()  # for each fragment the last version that changed it; empty where the layout is not cut
     metrics: Mapping[str, float] = field(default_factory=dict)  # weighted means of what members reported
 
 

@@ -69,6 +69,8 @@ class Head:
     optimizer: str  # the outer optimizer that made it; empty: none did (version 0)
     slots: tuple[str, ...]
     scalars: Mapping[str, float]
+    changed: tuple[int, ...] = ()  # for each fragment the last version that changed it; empty where the layout is not cut
+    optimizer_since: int = 0  # the first version that this optimizer made; only kept where the layout is cut
 
 
 class _Map:
@@ -111,7 +113,8 @@ class _Map:
 class VersionWriter:
     """Writes a version file into ``file``, block by block, in order: the parameters, then the buffers; then ``finish``.
 
-    ``optimizer``, ``slots`` and ``scalars`` (names) describe the state that is stored for the next outer step.
+    ``optimizer``, ``slots`` and ``scalars`` (names) describe the state that is stored for the next outer step; ``changed`` and
+    ``optimizer_since`` are as in ``Head``.
     """
 
     def __init__(
@@ -123,11 +126,14 @@ class VersionWriter:
         optimizer: str = "",
         slots: Sequence[str] = (),
         scalars: Sequence[str] = (),
+        changed: Sequence[int] = (),
+        optimizer_since: int = 0,
     ) -> None:
         self._file, self._layout, self._codec = file, layout, codec
         self._buffer_codec = codecs.get("float32")
         self._map = _Map(layout, codec, slots)
         self._optimizer, self._slots = optimizer, tuple(slots)
+        self._changed, self._optimizer_since = tuple(changed), optimizer_since
         self._digest, self._next = 0, self._map.payload[0]
         # The header comes first in the file and is known last: its room is set aside.
         blank = self._header(number=2**63, updates=2**63, scalars=dict.fromkeys(scalars, 0.0))
@@ -187,6 +193,8 @@ class VersionWriter:
             "optimizer": self._optimizer,
             "scalars": json.dumps(dict(scalars)),
         }
+        if self._changed:
+            metadata |= {"changed": json.dumps(self._changed), "optimizer_since": str(self._optimizer_since)}
         return json.dumps({"__metadata__": metadata, **self._map.tensors()}, separators=(",", ":")).encode()
 
 
@@ -241,6 +249,8 @@ def _parse_head(tensors: dict[str, Any], metadata: dict[str, str]) -> Head:
         optimizer=metadata["optimizer"],
         slots=tuple(name.removeprefix(OUTER) for name in tensors if name.startswith(OUTER)),
         scalars=json.loads(metadata["scalars"]),
+        changed=tuple(json.loads(metadata.get("changed", "[]"))),
+        optimizer_since=int(metadata.get("optimizer_since", "0")),
     )
 
 

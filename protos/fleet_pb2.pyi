@@ -104,7 +104,7 @@ class JoinRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ..., incarnation: _Optional[int] = ..., run: _Optional[str] = ..., layout: _Optional[str] = ..., leaves: _Optional[int] = ..., open: _Optional[_Iterable[_Union[UpdateId, _Mapping]]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("run", "version", "layout", "wants_init", "heartbeat_s", "lease_s", "gradient_lr", "codecs", "receipts", "finished", "max_staleness", "steps")
+    __slots__ = ("run", "version", "layout", "wants_init", "heartbeat_s", "lease_s", "gradient_lr", "codecs", "receipts", "finished", "max_staleness", "steps", "fragments")
     RUN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,7 @@ class JoinReply(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     run: str
     version: int
     layout: str
@@ -129,7 +130,8 @@ class JoinReply(_message.Message):
     finished: str
     max_staleness: int
     steps: int
-    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., layout: _Optional[str] = ..., wants_init: bool = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., gradient_lr: _Optional[float] = ..., codecs: _Optional[_Iterable[str]] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: _Optional[str] = ..., max_staleness: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    fragments: int
+    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., layout: _Optional[str] = ..., wants_init: bool = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., gradient_lr: _Optional[float] = ..., codecs: _Optional[_Iterable[str]] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: _Optional[str] = ..., max_staleness: _Optional[int] = ..., steps: _Optional[int] = ..., fragments: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("node", "incarnation", "base_version", "open", "metrics", "metrics_version", "leaves")
@@ -203,7 +205,7 @@ class LayoutReply(_message.Message):
     def __init__(self, json: _Optional[bytes] = ...) -> None: ...
 
 class VersionInfo(_message.Message):
-    __slots__ = ("number", "layout", "codec", "payload_bytes", "digest", "published_at", "updates", "metrics")
+    __slots__ = ("number", "layout", "codec", "payload_bytes", "digest", "published_at", "updates", "metrics", "changed")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +221,7 @@ class VersionInfo(_message.Message):
     PUBLISHED_AT_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
     number: int
     layout: str
     codec: str
@@ -227,7 +230,8 @@ class VersionInfo(_message.Message):
     published_at: float
     updates: int
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, number: _Optional[int] = ..., layout: _Optional[str] = ..., codec: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., digest: _Optional[int] = ..., published_at: _Optional[float] = ..., updates: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    changed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, number: _Optional[int] = ..., layout: _Optional[str] = ..., codec: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., digest: _Optional[int] = ..., published_at: _Optional[float] = ..., updates: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., changed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("offset", "crc32c", "data")
@@ -257,6 +261,14 @@ class PullReply(_message.Message):
     chunk: Chunk
     def __init__(self, version: _Optional[_Union[VersionInfo, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
+class Fragment(_message.Message):
+    __slots__ = ("index", "count")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    count: int
+    def __init__(self, index: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
 class Group(_message.Message):
     __slots__ = ("tier", "base_version", "samples", "buffer_samples", "ids")
     TIER_FIELD_NUMBER: _ClassVar[int]
@@ -272,7 +284,7 @@ class Group(_message.Message):
     def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., base_version: _Optional[int] = ..., samples: _Optional[float] = ..., buffer_samples: _Optional[float] = ..., ids: _Optional[_Iterable[_Union[UpdateId, _Mapping]]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("run", "update_id", "kind", "tier", "base_version", "codec", "layout", "steps", "seconds", "metrics", "groups", "layout_spec", "intervals", "samples", "digest")
+    __slots__ = ("run", "update_id", "kind", "tier", "base_version", "codec", "layout", "steps", "seconds", "metrics", "groups", "layout_spec", "intervals", "samples", "digest", "fragment")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -295,6 +307,7 @@ class PushHeader(_message.Message):
     INTERVALS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     run: str
     update_id: UpdateId
     kind: Kind
@@ -310,7 +323,8 @@ class PushHeader(_message.Message):
     intervals: _containers.RepeatedCompositeFieldContainer[Range]
     samples: float
     digest: int
-    def __init__(self, run: _Optional[str] = ..., update_id: _Optional[_Union[UpdateId, _Mapping]] = ..., kind: _Optional[_Union[Kind, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., base_version: _Optional[int] = ..., codec: _Optional[str] = ..., layout: _Optional[str] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., layout_spec: _Optional[bytes] = ..., intervals: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., samples: _Optional[float] = ..., digest: _Optional[int] = ...) -> None: ...
+    fragment: Fragment
+    def __init__(self, run: _Optional[str] = ..., update_id: _Optional[_Union[UpdateId, _Mapping]] = ..., kind: _Optional[_Union[Kind, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., base_version: _Optional[int] = ..., codec: _Optional[str] = ..., layout: _Optional[str] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., layout_spec: _Optional[bytes] = ..., intervals: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., samples: _Optional[float] = ..., digest: _Optional[int] = ..., fragment: _Optional[_Union[Fragment, _Mapping]] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("header", "chunk")

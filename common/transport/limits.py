@@ -25,6 +25,7 @@ MAX_RANGES = 1024  # intervals of one stream, or byte ranges of one pull
 MAX_METRICS = 64
 MAX_WORD = 64  # characters of a codec spec, a metric's name
 MAX_TEXT = 2000  # characters of a message for people
+MAX_FRAGMENTS = 64  # that a layout is cut into
 MAX_LEAVES = 1_000_000  # members behind one region
 MAX_CODECS = 64
 MAX_STEPS = 2**31 - 1

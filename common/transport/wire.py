@@ -160,6 +160,7 @@ def pack_joined(reply: Joined) -> pb.JoinReply:
         receipts=[pack_receipt(r) for r in reply.receipts],
         finished=limits.text(reply.finished),
         steps=reply.steps,
+        fragments=reply.fragments if reply.fragments > 1 else 0,
     )
 
 
@@ -179,6 +180,7 @@ def unpack_joined(message: pb.JoinReply) -> Joined:
         receipts=_unpack_receipts(message.receipts),
         finished=limits.text(message.finished),
         steps=limits.integer(message.steps, "steps", 0, limits.MAX_STEPS),
+        fragments=limits.integer(message.fragments, "fragments", 0, limits.MAX_FRAGMENTS) or 1,
     )
 
 
@@ -271,6 +273,7 @@ def pack_version(version: Version) -> pb.VersionInfo:
         digest=version.digest,
         published_at=version.published_at,
         updates=version.updates,
+        changed=version.changed,
         metrics=pack_metrics(version.metrics),
     )
 
@@ -285,8 +288,14 @@ def unpack_version(message: pb.VersionInfo) -> Version:
         digest=message.digest,
         published_at=limits.amount(message.published_at, "published_at"),
         updates=message.updates,
+        changed=_unpack_changed(message.changed),
         metrics=limits.metrics(message.metrics),
     )
+
+
+def _unpack_changed(numbers: Sequence[int]) -> tuple[int, ...]:
+    limits.count(len(numbers), "changed", limits.MAX_FRAGMENTS)
+    return tuple(limits.integer(number, "changed", 0, limits.MAX_VERSION) for number in numbers)
 
 
 # ---- news -----------------------------------------------------------------------------------------------------------------

@@ -250,7 +250,7 @@ BAD: dict[str, tuple[dict[str, Any], Callable[[Member, pb.PushHeader], Any], Rea
         {"intervals": [pb.Range(start=0, stop=LAYOUT.elements + 512)]},
         whole(values()),
         Reason.WRONG_INTERVALS,
-        "of 2407 has 2407 parameters",
+        "of 2407 has parameters [0, 2407)",
     ),
     "negative weight": ({"samples": -1.0}, whole(values()), Reason.BAD_WEIGHT, "-1.0 samples"),
     "zero weight": ({"samples": 0.0}, whole(values()), Reason.BAD_WEIGHT, "0 samples behind the update"),

@@ -85,7 +85,7 @@ def test_a_position_that_nobody_may_use(interval: tuple[int, int]) -> None:
     for call in (geometry.byte_range, lambda i: geometry.decode(torch.zeros(4, dtype=torch.uint8), i)):
         message = refused(call, interval).message
         assert f"elements [{interval[0]}, {interval[1]})" in message
-        assert "1300 parameters, then 600 buffer elements at 1536" in message
+        assert "parameters [0, 1300), buffers [1536, 2136)" in message
 
 
 def test_bytes_to_elements() -> None:
