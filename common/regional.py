@@ -7,9 +7,9 @@ The half that it adds to ``Aggregator``, as pure as the rest. A window closes by
     MERGED, EXPIRED, REFUSED                   settles everything in it, and travels down
     REFUSED that names ids (OVERLAP, STALE)    the partial is sealed anew without those, under a new id
 
-A leaf update named by OVERLAP has come another way: the region asks the parent what became of it, and takes it back into its
-window if that is UNKNOWN. One named by STALE expires. One that lies in a partial from below cannot be taken out of that sum: the
-refusal is passed down to whoever sealed it.
+A leaf update named by OVERLAP has come another way: the region asks the parent what became of it (``questions``), and takes it
+back into its window if that is UNKNOWN. One named by STALE expires. One that lies in a partial from below cannot be taken out of
+that sum: the refusal is passed down to whoever sealed it.
 
 A member that comes from another parent asks about updates that nobody here knows: the region asks its own parent, and answers
 STAGED until it knows. Versions are the parent's, fetched once and served as they are.
@@ -18,7 +18,7 @@ STAGED until it knows. Versions are the parent's, fetched once and served as the
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,12 +28,12 @@ from fleetddp.common.aggregator import MAX_STATUS_MEMBERS, Aggregator
 from fleetddp.common.config import FleetConfig, StalenessConfig
 from fleetddp.common.errors import Reason
 from fleetddp.common.events import Conclude, Conclusion, Effect, Joined, Say, Sealing, Settle
+from fleetddp.common.questions import Questions
 from fleetddp.common.recovered import Recovered, RecoveredRegion
 from fleetddp.common.sealing import loads, sealing_of
 from fleetddp.common.update import NO_VERSION, Kind, Receipt, State, Update, UpdateId
 from fleetddp.common.window import Window
 
-MAX_INQUIRIES = 4096  # asked on behalf of members at one time; and answers UNKNOWN that are remembered
 TRANSFERS = 8  # pushes whose durations are remembered
 
 
@@ -59,9 +59,7 @@ class RegionalAggregator(Aggregator):
         self._sequence = region.sequence
         self._partials = {s.update_id: _Partial(s, made, offered=made is not None) for s, made in region.sealings}  # in order
         self._sealed = {update_id for sealing, _ in region.sealings for update_id in sealing.ids}
-        self._elsewhere: dict[UpdateId, Update | None] = {}  # leaf updates that came another way; None: no payload of it here
-        self._inquiries: dict[UpdateId, None] = {}
-        self._denied: OrderedDict[UpdateId, None] = OrderedDict()  # the parent does not know these
+        self._questions = Questions(self._receipts)
         self._rules: Joined | None = None
         self._above = NO_VERSION  # the parent's newest
         self._parent_closes_at = 0.0
@@ -142,7 +140,7 @@ class RegionalAggregator(Aggregator):
 
     def _ask(self, out: list[Effect]) -> None:
         offered = (i for i, partial in self._partials.items() if partial.offered and partial.concluding is None)
-        asked = tuple(dict.fromkeys([*offered, *self._elsewhere, *self._inquiries])) if not self.finished else ()
+        asked = tuple(dict.fromkeys([*offered, *self._questions.ids])) if not self.finished else ()
         if asked != self._asked:
             self._asked = asked
             out.append(events.Ask(ids=asked))
@@ -229,9 +227,7 @@ class RegionalAggregator(Aggregator):
             self._end(event.finished, out)
             for partial in self._partials.values():
                 self._expire_partial(partial, out)
-            for update in self._elsewhere.values():
-                if update is not None:
-                    self._expire([update], out)
+            self._expire(self._questions.own, out)
 
     def _expire_partial(self, partial: _Partial, out: list[Effect]) -> None:
         if partial.concluding is None:
@@ -271,8 +267,11 @@ class RegionalAggregator(Aggregator):
         if partial is not None:
             if partial.concluding is None:
                 self._partial_answered(partial, receipt, now, out)
-        elif receipt.update_id in self._elsewhere or receipt.update_id in self._inquiries:
-            self._leaf_answered(receipt, now, out)
+        elif receipt.update_id in self._questions:
+            update = self._questions.answered(receipt, out)
+            if update is not None and self._window is not None:
+                self._window.add(update)
+                self._look_at = now
 
     def _partial_answered(self, partial: _Partial, receipt: Receipt, now: float, out: list[Effect]) -> None:
         if receipt.state is State.ACCEPTED:
@@ -311,7 +310,7 @@ class RegionalAggregator(Aggregator):
             elif receipt.reason == Reason.STALE.value:
                 expired.append(Receipt(update_id=own, state=State.EXPIRED, reason=receipt.reason, message=receipt.message))
             else:
-                self._elsewhere[own] = update
+                self._questions.elsewhere(update)
         out.append(Say(what="resealed", message=f"{partial.sealing.update_id}: {receipt.reason}: {receipt.message}"))
         conclusion = Conclusion(
             partial=receipt.update_id,
@@ -321,51 +320,6 @@ class RegionalAggregator(Aggregator):
             instead=self._sealings(left, partial.sealing.reason, now),
         )
         self._conclude(partial, receipt, conclusion, out)
-
-    def _leaf_answered(self, receipt: Receipt, now: float, out: list[Effect]) -> None:
-        update_id = receipt.update_id
-        if receipt.state is State.STAGED:
-            return
-        asked_for_a_member = update_id in self._inquiries
-        self._inquiries.pop(update_id, None)
-        if receipt.state is State.ACCEPTED:
-            if asked_for_a_member and self._receipts.find(update_id) is None:  # it may have come here meanwhile
-                self._hold(update_id)
-                out.append(Settle(receipts=(replace(receipt, duplicate=False),)))
-            return
-        here = update_id in self._elsewhere
-        update = self._elsewhere.pop(update_id, None)
-        if receipt.state is State.UNKNOWN:
-            if update is not None:
-                self._take_back(update, now)
-                return
-            self._receipts.unhold(update_id)
-            self._deny(update_id, out)
-        elif here:
-            out.append(Conclude(conclusion=Conclusion(partial=None, receipts=(replace(receipt, duplicate=False),))))
-        elif self._receipts.find(update_id) is None:
-            self._receipts.note(replace(receipt, duplicate=False))
-            out.append(Settle(receipts=(replace(receipt, duplicate=False),)))
-
-    def _hold(self, update_id: UpdateId) -> None:
-        """It is in good hands above; keep asking."""
-        self._receipts.hold(update_id)
-        self._elsewhere[update_id] = None
-
-    def _take_back(self, update: Update, now: float) -> None:
-        """It had come another way and got lost there: it goes with the open window after all."""
-        if self._window is not None:
-            self._window.add(update)
-            self._look_at = now
-
-    def _deny(self, update_id: UpdateId, out: list[Effect]) -> None:
-        """Nobody knows it: its sender is to push it."""
-        if self._receipts.find(update_id) is not None:  # which it has done meanwhile
-            return
-        self._denied[update_id] = None
-        if len(self._denied) > MAX_INQUIRIES:
-            self._denied.popitem(last=False)
-        out.append(Settle(receipts=(Receipt(update_id=update_id, state=State.UNKNOWN),)))
 
     def _concluded(self, event: events.Concluded, now: float, out: list[Effect]) -> None:
         conclusion = event.conclusion
@@ -393,7 +347,7 @@ class RegionalAggregator(Aggregator):
         named = tuple(i for i in update.header.leaf_ids if i in set(verdict.overlap))
         if verdict.reason == Reason.OVERLAP.value:
             for leaf in named:
-                self._hold(leaf)
+                self._questions.hold(leaf)
         receipt = replace(verdict, update_id=own, overlap=named, duplicate=False)
         self._receipts.note(receipt)
         out.append(Settle(receipts=(receipt,)))
@@ -402,15 +356,8 @@ class RegionalAggregator(Aggregator):
 
     def _receipts_of(self, ids: Iterable[UpdateId], out: list[Effect]) -> tuple[Receipt, ...]:
         """How each of these stands. What nobody here knows, the parent is asked about first."""
-        receipts = []
-        for receipt in super()._receipts_of(ids, out):
-            update_id = receipt.update_id
-            unsure = receipt.state is State.UNKNOWN and update_id not in self._denied and not self.finished
-            if unsure and (update_id in self._inquiries or len(self._inquiries) < MAX_INQUIRIES):
-                self._inquiries[update_id] = None
-                receipt = replace(receipt, state=State.STAGED)
-            receipts.append(receipt)
-        return tuple(receipts)
+        receipts = super()._receipts_of(ids, out)
+        return receipts if self.finished else tuple(self._questions.inquire(receipt) for receipt in receipts)
 
     def _heartbeat(self, event: events.Heartbeat, now: float, out: list[Effect]) -> None:
         super()._heartbeat(event, now, out)
