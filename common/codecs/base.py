@@ -49,9 +49,10 @@ class Codec(ABC):
             self._encode(x[elements].reshape(-1, m), out[octets].view(-1, self._size(m)))
         return out
 
-    def decode(self, data: Tensor, n: int) -> Tensor:
+    def decode(self, data: Tensor, n: int, *, checked: bool = False) -> Tensor:
         """u8[encoded_bytes(n)] to f32[n], all finite. The bytes may come from anywhere.
 
+        ``checked``: these bytes were decoded before, when they came; a check that costs a pass of its own is left out.
         Raises ``Refused``: ``WRONG_SIZE``; ``NOT_FINITE``; or ``MALFORMED`` where ``encode`` could not have written them.
         """
         self.require_bytes(data, n)

@@ -119,7 +119,7 @@ class SimRoot:
         merge_s: float,
     ) -> None:
         self._config, self._store, self._loop, self._network, self._observer = config, store, loop, network, observer
-        self._seconds = {Lane.JOURNAL: disk_s, Lane.MERGE: merge_s}
+        self._seconds = {Lane.JOURNAL: disk_s, Lane.MERGE: merge_s, Lane.SWEEP: 0.0}
         self._free_at = dict.fromkeys(Lane, -math.inf)
         self.starts = 0  # so far
         self._life = 0

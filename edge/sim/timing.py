@@ -75,6 +75,9 @@ class FactsJournal(Journal):
         """See ``Journal``."""
         self._facts = replace(self._facts, decision=decision, window_opened_at=decision.at)
 
+    def sweep(self) -> None:
+        """There are no files."""
+
     def ended(self, reason: str) -> None:
         """See ``Journal``."""
         self._facts = replace(self._facts, finished=reason)

@@ -198,6 +198,9 @@ class Broken(Script):
     def opened(self, at: float) -> None:
         self._disk("opened")
 
+    def sweep(self) -> None:
+        self._disk("sweep")
+
     def discard(self, update_id: UpdateId) -> None:
         self._disk("discard")
 
@@ -272,7 +275,7 @@ def test_a_merge_that_the_disk_refuses_is_tried_again_with_growing_pauses() -> N
         seconds, again = script.timers.pop()
         script.log.append(f"{seconds:g} s")
         again()
-    assert script.log == ["1 s", "2 s", "4 s", "8 s", "16 s", "30 s", "30 s", "merge"]
+    assert script.log == ["1 s", "2 s", "4 s", "8 s", "16 s", "30 s", "30 s", "merge", "sweep"]
     assert script.events == [Published(version=VERSION)]
     assert list(script.driver._versions) == [(VERSION, "quorum")]
 

@@ -75,6 +75,7 @@ def publish(journal: Journal, number: int, decision: Decision | None = None) -> 
     draft = journal.begin_version(number)
     draft.pwrite(b"head%dtail" % (1000 + number), 0)
     journal.publish(version, draft, payload_start=4, layout=LAYOUT, decision=decision)
+    journal.sweep()
     return version
 
 
