@@ -32,8 +32,9 @@ from fleetddp.edge.sim.workers import WorkerLost, Workers
 
 __all__ = ["Engine", "Job", "TaskFailed", "Trained", "WorkerLost"]
 
-CHUNK = 10  # jobs that a worker is given at a time, at most
+CHUNK = 10  # jobs that a worker is given at a time, at most ...
 ROOM = 64 * 1024 * 1024  # bytes for the deltas of one worker, if two of them need less
+STACK = 16  # ... and by the path ``stacked``, for which many at once cost less each
 AHEAD = 2  # chunks that a worker is given before it has done the first: it need not wait for the next
 
 
@@ -75,9 +76,9 @@ class Engine:
         self._task, self._count, self._path = task, count, path
         self.layout = Layout.from_module(task.model(), buffers=buffers) if layout is None else layout
         elements = self.layout.elements
-        self._chunk = max(1, min(CHUNK, ROOM // (AHEAD * 4 * elements)))
+        self._room = max(1, min(STACK, ROOM // (AHEAD * 4 * elements)))
         self._versions = SharedRows(1, elements)
-        self._deltas = SharedRows(AHEAD * self._chunk, elements)
+        self._deltas = SharedRows(AHEAD * self._room, elements)
         self._blocks: dict[int, int] = {}  # of the versions, in shared memory
         self._free: list[int] = []
         self._ready = False
@@ -150,7 +151,10 @@ class Engine:
         self._workers.settle()
         if self._path is None:
             self._calibrate(wanted)
-        queue = deque(_chunks(wanted, self._chunk, self._count))
+        if self._path == "stacked":
+            queue = deque(_equal_chunks(wanted, self._room, self._count))
+        else:
+            queue = deque(_chunks(wanted, min(CHUNK, self._room), self._count))
         under_way: list[deque[tuple[int, Sequence[Job]]]] = [deque() for _ in range(self._count)]
         self._hand_out(queue, under_way)
         while any(under_way):
@@ -171,13 +175,13 @@ class Engine:
             if len(under_way[number]) == AHEAD:
                 return
             jobs = queue.popleft()
-            row = self._chunk if under_way[number] and under_way[number][0][0] == 0 else 0
+            row = self._room if under_way[number] and under_way[number][0][0] == 0 else 0
             under_way[number].append((row, jobs))
             names = ", ".join(job.member for job in jobs)
             self._workers.call(number, "train", self._placed(jobs), row, what=f"train {names}")
 
     def _calibrate(self, wanted: Sequence[Job]) -> None:
-        self._workers.call(0, "calibrate", self._placed(wanted[: self._chunk]))
+        self._workers.call(0, "calibrate", self._placed(wanted[: min(CHUNK, self._room)]))
         for _, found in self._workers.answers():
             self.found = found
             self._path = found.path
@@ -227,3 +231,11 @@ def _chunks(jobs: Sequence[Job], limit: int, workers: int) -> Iterator[Sequence[
         yield jobs[start:stop]
         left -= cost
         start = stop
+
+
+def _equal_chunks(jobs: Sequence[Job], limit: int, workers: int) -> Iterator[Sequence[Job]]:
+    """Cut into as few chunks of at most ``limit`` jobs as give every worker the same number of them, if there are enough jobs: a
+    small stack costs nearly as much as a large one."""
+    pieces = min(len(jobs), workers * -(-len(jobs) // (workers * limit)))
+    for piece in range(pieces):
+        yield jobs[len(jobs) * piece // pieces : len(jobs) * (piece + 1) // pieces]

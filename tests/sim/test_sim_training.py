@@ -23,7 +23,7 @@ from fleetddp.edge.sim.batched import Stacked, Unsuitable
 from fleetddp.edge.sim.calibration import calibrate
 from fleetddp.edge.sim.shared import SharedObject, SharedRows
 from fleetddp.edge.sim.single import Outcome, Single, TaskFailed, finite, plain_sgd
-from fleetddp.edge.sim.training import Engine, Job, Trained, WorkerLost, _chunks
+from fleetddp.edge.sim.training import Engine, Job, Trained, WorkerLost, _chunks, _equal_chunks
 from fleetddp.edge.trainer import DeltaTrainer
 
 SEED = 11
@@ -241,6 +241,16 @@ def test_the_longest_jobs_come_first_and_chunks_shrink_towards_the_end() -> None
     assert [len(chunk) for chunk in _chunks(one_long, 10, 2)][:3] == [1, 10, 10]
     by_steps = [Job("steps", 0, steps=100, batch_size=10), Job("unknown", 0)]
     assert [len(chunk) for chunk in _chunks(by_steps, 10, 1)] == [2]
+
+
+def test_stacks_are_as_large_as_they_may_be_and_the_same_for_every_worker() -> None:
+    jobs = [Job(f"{n}", 0) for n in range(50)]
+    chunks = list(_equal_chunks(jobs, 16, 2))
+    assert [len(chunk) for chunk in chunks] == [12, 13, 12, 13]
+    assert [job for chunk in chunks for job in chunk] == jobs
+    assert [len(chunk) for chunk in _equal_chunks(jobs, 25, 2)] == [25, 25]
+    assert [len(chunk) for chunk in _equal_chunks(jobs[:3], 16, 4)] == [1, 1, 1]
+    assert list(_equal_chunks([], 16, 2)) == []
 
 
 # ---- the engine --------------------------------------------------------------------------------------------------------
