@@ -68,7 +68,7 @@ def test_the_scenario_is_valid_under_each_policy_that_it_is_meant_for() -> None:
         assert config.task is not None
 
 
-@pytest.mark.parametrize(("script", "arguments"), [("one-node.sh", 2), ("two-node.sh", 4)])
+@pytest.mark.parametrize(("script", "arguments"), [("one-node.sh", 2), ("two-node.sh", 4), ("elastic.sh", 3)])
 def test_launch_scripts_explain_themselves(script: str, arguments: int) -> None:
     result = subprocess.run([ROOT / "deploy/torchrun" / script], capture_output=True, text=True)
     assert result.returncode == 2
