@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fleetddp.cloud import FleetDDP
-from fleetddp.common.clock import SystemClock
+from fleetddp.common.clock import Clock, SystemClock
 from fleetddp.common.transport.memory import MemoryFleet, MemoryParent
 from helpers.fleet import fleet_config
 
@@ -30,8 +30,8 @@ def process_group() -> Iterator[None]:
 class OneRank:
     """An aggregator in memory and the sites made on it; all are closed at the end."""
 
-    def __init__(self, folder: Path, **sections: Any) -> None:
-        self.fleet = MemoryFleet(fleet_config(folder, **sections), SystemClock())
+    def __init__(self, folder: Path, clock: Clock | None = None, **sections: Any) -> None:
+        self.fleet = MemoryFleet(fleet_config(folder, **sections), clock or SystemClock())
         self.parents: list[MemoryParent] = []
         self.sites: list[FleetDDP] = []
 
