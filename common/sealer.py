@@ -170,7 +170,7 @@ class _Making:
             mine = [i for i, g in enumerate(groups) if g.tier is tier]
             newest = max(mine, key=lambda i: groups[i].base_version)
             carried[tier] = _Carried(math.fsum(groups[i].samples for i in mine), newest, tiers.index(tier))
-        zeros = torch.zeros(min(BLOCK_ELEMENTS, self.layout.parameters))
+        zeros = torch.zeros(min(BLOCK_ELEMENTS, len(tiers) * self.layout.parameters))
         for start, stop in blocks(0, len(tiers) * self.layout.parameters):
             self._next.pwrite(bytes_of(zeros[: stop - start].view(torch.uint8)), 4 * start)
         return carried

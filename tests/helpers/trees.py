@@ -177,6 +177,13 @@ class Tree:
         self.settle()
         return self.regions[name]
 
+    def restart_root(self) -> None:
+        """As after a kill of its process; everybody finds it again."""
+        self.root.stop()
+        self.root = MemoryFleet(self.config, self.clock, journal=self.journal("", Journal))
+        for region in self.regions.values():
+            region.above.parent = self.root.parent()
+
     def leaf(self, name: str, above: str = "", tier: Tier = Tier.EDGE) -> Leaf:
         """A member, joined."""
         leaf = self.leaves[name] = Leaf(name, self.at(above), self.layout, tier)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,11 @@ from helpers.members import Moments, RoamingMember
 from helpers.preloaded import Child, Preloaded
 from helpers.processes import eventually
 from helpers.settlement import check_settlement
+from helpers.tasks import LineTask
 
+from fleetddp.cloud.status import show
 from fleetddp.common.config import SecurityConfig
+from fleetddp.common.journal import Journal
 from fleetddp.common.publish import save_init
 from fleetddp.common.transport.uplink import Uplink
 
@@ -135,3 +139,67 @@ def test_regions_killed_at_random_moments_and_members_that_move_settle_everythin
         versions = check_settlement(tree.config, fleet, frozenset(REGIONS))
     print(f"\n{sum(len(m.pushed) for m in fleet)} updates in {versions} versions through {KILLS} kills of regions")
     assert versions > KILLS
+
+
+def test_edge_nodes_below_a_region_that_dies_finish_the_run(tmp_path: Path, preloaded: Preloaded) -> None:
+    """Real edge nodes, with ``edge.parents`` in their fleet file; the region that dies is never seen again."""
+    save_init(LineTask().model(), tmp_path / "line.safetensors")
+    config = on_port(
+        fleet_config(
+            tmp_path,
+            start={"bootstrap": "file", "file": str(tmp_path / "line.safetensors")},
+            task={"target": "helpers.tasks:LineTask", "args": {"lr": 0.01}},
+            members={"heartbeat_s": 0.2, "lease_s": 1.0},
+            window={"preset": "semi_sync", "quorum": 0.5, "grace_s": 0.2, "deadline_s": 2.0},
+            until={"versions": 30},
+        ),
+        free_port(),
+    )
+    ports = {name: free_port() for name in REGIONS}
+
+    def fleet_file(who: str, **sections: Any) -> str:
+        (tmp_path / who).mkdir()
+        return write(config.model_validate({**config.model_dump(exclude_unset=True), **sections}), tmp_path / who)
+
+    root = preloaded.start("coordinator", tmp_path / "root.log", config=fleet_file("root"))
+    root.wait_for("listening")
+    regions = {}
+    for name, port in ports.items():
+        own = {"address": f"127.0.0.1:{port}", "journal": str(tmp_path / name / "journal")}
+        regions[name] = preloaded.start("region", tmp_path / f"{name}.log", config=fleet_file(name, region=own), name=name)
+        regions[name].wait_for("listening")
+    edges = []
+    for index in range(4):
+        first, other = (REGIONS[index % 2], REGIONS[1 - index % 2])
+        parents = [f"127.0.0.1:{ports[first]}", f"127.0.0.1:{ports[other]}", config.coordinator.address]
+        edge = {"steps": 2, "batch_size": 8, "state": str(tmp_path / f"edge-{index}"), "parents": parents}
+        log, path = tmp_path / f"edge-{index}.log", fleet_file(f"pi-{index}", edge=edge)
+        edges.append((preloaded.start("edge", log, config=path, name=f"pi-{index}"), log))
+    eventually(lambda: all(log.read_text().count("is in version") >= 2 for _, log in edges), "all take part")
+    regions["west"].kill()
+    assert [edge.end() for edge, _ in edges] == [0] * 4
+    assert regions["east"].end() == 0
+    assert root.end() == 0
+    text = "".join(log.read_text() for _, log in edges)
+    assert text.count("did not answer") >= 2, "those of the region that died went to another"
+    heard: dict[str, set[str]] = {}
+    for update_id, version in re.findall(r"update (\S+) is in version (-?\d+)", text):
+        heard.setdefault(update_id, set()).add(version)
+    assert all(len(versions) == 1 for versions in heard.values())
+    journal = Journal(config.coordinator.journal, run=config.run)
+    try:
+        versions = journal.versions()
+        assert versions[-1].number >= 30
+    finally:
+        journal.close()
+
+
+def test_status_of_a_region(tmp_path: Path, preloaded: Preloaded, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = Tree(tmp_path, preloaded)
+    eventually(lambda: tree.status(tree.addresses["west"])["version"] == 0, "it has fetched version 0")
+    eventually(
+        lambda: {m["node"]: m["leaves"] for m in tree.status(tree.root_address)["members"]} == {"west": 0, "east": 0},
+        "nobody stands behind them",
+    )
+    show(tree.addresses["west"], SecurityConfig(), as_json=False, watch=False)
+    assert "region west: the parent's newest version is 0; 0 partials not settled" in capsys.readouterr().out
