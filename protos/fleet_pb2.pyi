@@ -86,7 +86,7 @@ class Receipt(_message.Message):
     def __init__(self, update_id: _Optional[_Union[UpdateId, _Mapping]] = ..., state: _Optional[_Union[State, str]] = ..., version: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., duplicate: bool = ..., overlap: _Optional[_Iterable[_Union[UpdateId, _Mapping]]] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("node", "tier", "incarnation", "run", "layout", "leaves", "open")
+    __slots__ = ("node", "tier", "incarnation", "run", "layout", "leaves", "open", "track")
     NODE_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class JoinRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     LEAVES_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
+    TRACK_FIELD_NUMBER: _ClassVar[int]
     node: str
     tier: Tier
     incarnation: int
@@ -101,7 +102,8 @@ class JoinRequest(_message.Message):
     layout: str
     leaves: int
     open: _containers.RepeatedCompositeFieldContainer[UpdateId]
-    def __init__(self, node: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ..., incarnation: _Optional[int] = ..., run: _Optional[str] = ..., layout: _Optional[str] = ..., leaves: _Optional[int] = ..., open: _Optional[_Iterable[_Union[UpdateId, _Mapping]]] = ...) -> None: ...
+    track: str
+    def __init__(self, node: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ..., incarnation: _Optional[int] = ..., run: _Optional[str] = ..., layout: _Optional[str] = ..., leaves: _Optional[int] = ..., open: _Optional[_Iterable[_Union[UpdateId, _Mapping]]] = ..., track: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("run", "version", "layout", "wants_init", "heartbeat_s", "lease_s", "gradient_lr", "codecs", "receipts", "finished", "max_staleness", "steps", "fragments")
@@ -134,7 +136,7 @@ class JoinReply(_message.Message):
     def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., layout: _Optional[str] = ..., wants_init: bool = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., gradient_lr: _Optional[float] = ..., codecs: _Optional[_Iterable[str]] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: _Optional[str] = ..., max_staleness: _Optional[int] = ..., steps: _Optional[int] = ..., fragments: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("node", "incarnation", "base_version", "open", "metrics", "metrics_version", "leaves")
+    __slots__ = ("node", "incarnation", "base_version", "open", "metrics", "metrics_version", "leaves", "track")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +151,7 @@ class HeartbeatRequest(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     METRICS_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEAVES_FIELD_NUMBER: _ClassVar[int]
+    TRACK_FIELD_NUMBER: _ClassVar[int]
     node: str
     incarnation: int
     base_version: int
@@ -156,7 +159,8 @@ class HeartbeatRequest(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     metrics_version: int
     leaves: int
-    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., base_version: _Optional[int] = ..., open: _Optional[_Iterable[_Union[UpdateId, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_version: _Optional[int] = ..., leaves: _Optional[int] = ...) -> None: ...
+    track: str
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., base_version: _Optional[int] = ..., open: _Optional[_Iterable[_Union[UpdateId, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_version: _Optional[int] = ..., leaves: _Optional[int] = ..., track: _Optional[str] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("version", "closes_at", "receipts", "finished", "steps")
@@ -173,20 +177,24 @@ class HeartbeatReply(_message.Message):
     def __init__(self, version: _Optional[int] = ..., closes_at: _Optional[float] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: _Optional[str] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("node", "incarnation")
+    __slots__ = ("node", "incarnation", "track")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TRACK_FIELD_NUMBER: _ClassVar[int]
     node: str
     incarnation: int
-    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    track: str
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., track: _Optional[str] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("track",)
+    TRACK_FIELD_NUMBER: _ClassVar[int]
+    track: str
+    def __init__(self, track: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("json",)
@@ -195,8 +203,10 @@ class StatusReply(_message.Message):
     def __init__(self, json: _Optional[bytes] = ...) -> None: ...
 
 class LayoutRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("track",)
+    TRACK_FIELD_NUMBER: _ClassVar[int]
+    track: str
+    def __init__(self, track: _Optional[str] = ...) -> None: ...
 
 class LayoutReply(_message.Message):
     __slots__ = ("json",)
@@ -244,14 +254,16 @@ class Chunk(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("node", "version", "ranges")
+    __slots__ = ("node", "version", "ranges", "track")
     NODE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
+    TRACK_FIELD_NUMBER: _ClassVar[int]
     node: str
     version: int
     ranges: _containers.RepeatedCompositeFieldContainer[Range]
-    def __init__(self, node: _Optional[str] = ..., version: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
+    track: str
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., track: _Optional[str] = ...) -> None: ...
 
 class PullReply(_message.Message):
     __slots__ = ("version", "chunk")
@@ -260,6 +272,34 @@ class PullReply(_message.Message):
     version: VersionInfo
     chunk: Chunk
     def __init__(self, version: _Optional[_Union[VersionInfo, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+
+class ProxyInfo(_message.Message):
+    __slots__ = ("name", "digest", "file_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FILE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    file_bytes: int
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., file_bytes: _Optional[int] = ...) -> None: ...
+
+class ProxyRequest(_message.Message):
+    __slots__ = ("node", "start", "track")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TRACK_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    start: int
+    track: str
+    def __init__(self, node: _Optional[str] = ..., start: _Optional[int] = ..., track: _Optional[str] = ...) -> None: ...
+
+class ProxyReply(_message.Message):
+    __slots__ = ("proxy", "chunk")
+    PROXY_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    proxy: ProxyInfo
+    chunk: Chunk
+    def __init__(self, proxy: _Optional[_Union[ProxyInfo, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class Fragment(_message.Message):
     __slots__ = ("index", "count")
@@ -284,7 +324,7 @@ class Group(_message.Message):
     def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., base_version: _Optional[int] = ..., samples: _Optional[float] = ..., buffer_samples: _Optional[float] = ..., ids: _Optional[_Iterable[_Union[UpdateId, _Mapping]]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("run", "update_id", "kind", "tier", "base_version", "codec", "layout", "steps", "seconds", "metrics", "groups", "layout_spec", "intervals", "samples", "digest", "fragment")
+    __slots__ = ("run", "update_id", "kind", "tier", "base_version", "codec", "layout", "steps", "seconds", "metrics", "groups", "layout_spec", "intervals", "samples", "digest", "fragment", "track", "covers")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -308,6 +348,8 @@ class PushHeader(_message.Message):
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    TRACK_FIELD_NUMBER: _ClassVar[int]
+    COVERS_FIELD_NUMBER: _ClassVar[int]
     run: str
     update_id: UpdateId
     kind: Kind
@@ -324,7 +366,9 @@ class PushHeader(_message.Message):
     samples: float
     digest: int
     fragment: Fragment
-    def __init__(self, run: _Optional[str] = ..., update_id: _Optional[_Union[UpdateId, _Mapping]] = ..., kind: _Optional[_Union[Kind, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., base_version: _Optional[int] = ..., codec: _Optional[str] = ..., layout: _Optional[str] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., layout_spec: _Optional[bytes] = ..., intervals: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., samples: _Optional[float] = ..., digest: _Optional[int] = ..., fragment: _Optional[_Union[Fragment, _Mapping]] = ...) -> None: ...
+    track: str
+    covers: _containers.RepeatedCompositeFieldContainer[Range]
+    def __init__(self, run: _Optional[str] = ..., update_id: _Optional[_Union[UpdateId, _Mapping]] = ..., kind: _Optional[_Union[Kind, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., base_version: _Optional[int] = ..., codec: _Optional[str] = ..., layout: _Optional[str] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., layout_spec: _Optional[bytes] = ..., intervals: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., samples: _Optional[float] = ..., digest: _Optional[int] = ..., fragment: _Optional[_Union[Fragment, _Mapping]] = ..., track: _Optional[str] = ..., covers: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("header", "chunk")
@@ -349,14 +393,16 @@ class Held(_message.Message):
     def __init__(self, bytes: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("node", "incarnation", "after_version")
+    __slots__ = ("node", "incarnation", "after_version", "track")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     AFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRACK_FIELD_NUMBER: _ClassVar[int]
     node: str
     incarnation: int
     after_version: int
-    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., after_version: _Optional[int] = ...) -> None: ...
+    track: str
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., after_version: _Optional[int] = ..., track: _Optional[str] = ...) -> None: ...
 
 class News(_message.Message):
     __slots__ = ("version", "receipts", "finished", "closes_at")

@@ -64,6 +64,11 @@ class FleetStub(object):
                 request_serializer=fleetddp_dot_protos_dot_fleet__pb2.PullRequest.SerializeToString,
                 response_deserializer=fleetddp_dot_protos_dot_fleet__pb2.PullReply.FromString,
                 _registered_method=True)
+        self.PullProxy = channel.unary_stream(
+                '/fleetddp.v1.Fleet/PullProxy',
+                request_serializer=fleetddp_dot_protos_dot_fleet__pb2.ProxyRequest.SerializeToString,
+                response_deserializer=fleetddp_dot_protos_dot_fleet__pb2.ProxyReply.FromString,
+                _registered_method=True)
         self.Push = channel.stream_stream(
                 '/fleetddp.v1.Fleet/Push',
                 request_serializer=fleetddp_dot_protos_dot_fleet__pb2.PushRequest.SerializeToString,
@@ -116,6 +121,13 @@ class FleetServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PullProxy(self, request, context):
+        """Likewise: the proxy set's description, then the bytes of its file that were asked for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Push(self, request_iterator, context):
         """First request: the header. The server answers with what it holds of the slice, or with a receipt of an update it knows.
         Then the missing bytes in order; the last reply is the update's receipt.
@@ -162,6 +174,11 @@ def add_FleetServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=fleetddp_dot_protos_dot_fleet__pb2.PullRequest.FromString,
                     response_serializer=fleetddp_dot_protos_dot_fleet__pb2.PullReply.SerializeToString,
+            ),
+            'PullProxy': grpc.unary_stream_rpc_method_handler(
+                    servicer.PullProxy,
+                    request_deserializer=fleetddp_dot_protos_dot_fleet__pb2.ProxyRequest.FromString,
+                    response_serializer=fleetddp_dot_protos_dot_fleet__pb2.ProxyReply.SerializeToString,
             ),
             'Push': grpc.stream_stream_rpc_method_handler(
                     servicer.Push,
@@ -336,6 +353,33 @@ class Fleet(object):
             '/fleetddp.v1.Fleet/Pull',
             fleetddp_dot_protos_dot_fleet__pb2.PullRequest.SerializeToString,
             fleetddp_dot_protos_dot_fleet__pb2.PullReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullProxy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/fleetddp.v1.Fleet/PullProxy',
+            fleetddp_dot_protos_dot_fleet__pb2.ProxyRequest.SerializeToString,
+            fleetddp_dot_protos_dot_fleet__pb2.ProxyReply.FromString,
             options,
             channel_credentials,
             insecure,
