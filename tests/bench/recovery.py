@@ -1,10 +1,13 @@
 """How long a fleet takes to recover, in seconds, by what was killed with -9 and started again at once.
 
-Real processes of ``fleetddp coordinator`` and ``fleetddp edge`` on loopback, 3 MB of weights. Medians over the rounds:
+Real processes on loopback, 3 MB of weights. Medians over the rounds, unless it says otherwise:
 
 - coordinator_s: from the kill to the next version, which all four members are in; of that, coordinator_listening_s until the new
   process listens, coordinator_members_back_s from then until the last member has joined again by itself (the longest: _max_s).
 - edge_node_s: from the kill to the next update of the node that is merged; of that, edge_node_pushing_s until it pushes.
+- rank_s, site_s: from the kill of one rank of a torchrun site of two (torchrun starts the site again), or of all its processes,
+  to the next update of that site that is accepted. rank_rest_gap_s, site_rest_gap_s (the longest of all rounds): the longest time
+  without a version meanwhile, in which another site goes on alone; at most the window's deadline, site_deadline_s, and a moment.
 
 Run: python tests/bench/recovery.py [--rounds N]
 """
@@ -14,25 +17,31 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from helpers.fleet import fleet_config, free_port, on_port, running, write
+from helpers.fleet import RunningCoordinator, fleet_config, free_port, on_port, running, write
 from helpers.marks import Flat
 from helpers.members import Member, Moments
-from helpers.processes import commands, eventually
+from helpers.processes import TESTS, commands, eventually
 from helpers.tasks import LineTask
 
+from fleetddp.common.config import FleetConfig
 from fleetddp.common.publish import save_init
 
 MEMBERS = 4
+SITE_ROUNDS = 3  # at most: a site needs seconds to start
+DEADLINE_S = 4.0  # of the sites' windows
 
 
 def main() -> None:
@@ -40,7 +49,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
     figures: dict[str, float] = {}
-    for measure in (coordinator_killed, edge_killed):
+    for measure in (coordinator_killed, edge_killed, site_killed):
         with tempfile.TemporaryDirectory() as folder:
             figures |= measure(Path(folder), rounds)
     print(json.dumps({"bench": "recovery", "figures": {name: round(seconds, 2) for name, seconds in figures.items()}}))
@@ -108,6 +117,99 @@ def edge_killed(folder: Path, rounds: int) -> dict[str, float]:
             total.append(time.monotonic() - killed)
             print(f"edge node, round {number}: pushes {pushing[-1]:.2f}, merged {total[-1]:.2f} s")
     return {"edge_node_s": statistics.median(total), "edge_node_pushing_s": statistics.median(pushing)}
+
+
+def site_killed(folder: Path, rounds: int) -> dict[str, float]:
+    """Two sites that merge together, or one of them at the deadline: one of a single rank, one of two ranks that is struck."""
+    config = fleet_config(
+        folder,
+        window={"quorum": 1.0, "deadline_s": DEADLINE_S},
+        members={"heartbeat_s": 1.0, "lease_s": 60.0},
+        task={"target": "helpers.tasks:LineTask", "args": {"wide": 384 * 1024, "lr": 0.01}},
+        site={"sync_every": 2, "batch_size": 2},
+    )
+    figures: dict[str, float] = {"site_deadline_s": DEADLINE_S}
+    with running(config) as coordinator, contextlib.ExitStack() as stack:
+        config = on_port(config, coordinator.coordinator.port)
+        stack.callback(TorchrunSite(config, folder, "steady", 1).kill)
+        struck = TorchrunSite(config, folder, "struck", 2)
+        stack.callback(lambda: struck.kill())
+        for what in ("rank", "site"):
+            back, gaps = [], []
+            for number in range(min(rounds, SITE_ROUNDS)):
+                before = member(coordinator, "struck")
+                eventually(lambda b=before: member(coordinator, "struck")[1] >= b[1] + 3, "it takes part", timeout_s=120.0)
+                incarnation = member(coordinator, "struck")[0]
+                killed = time.monotonic()
+                if what == "rank":
+                    os.kill(struck.workers()[-1], signal.SIGKILL)
+                else:
+                    struck.kill()
+                    struck = TorchrunSite(config, folder, "struck", 2)
+                gaps.append(longest_gap(coordinator, incarnation, killed))
+                back.append(time.monotonic() - killed)
+                print(f"{what}, round {number}: back {back[-1]:.2f} s, longest without a version {gaps[-1]:.2f} s")
+            figures |= {f"{what}_s": statistics.median(back), f"{what}_rest_gap_s": max(gaps)}
+    return figures
+
+
+def member(coordinator: RunningCoordinator, node: str) -> tuple[int, int]:
+    """Its incarnation, and how many updates of it were accepted."""
+    return next(((m["incarnation"], m["updates"]) for m in coordinator.status()["members"] if m["node"] == node), (0, 0))
+
+
+def longest_gap(coordinator: RunningCoordinator, incarnation: int, since: float) -> float:
+    """Watch until an update of a newer process of the struck site is in: the longest time without a version since ``since``."""
+    poll, longest, version = threading.Event(), 0.0, coordinator.status()["version"]
+    joined: int | None = None  # updates when the newer process was seen first
+    while True:
+        newest, (number, updates) = coordinator.status()["version"], member(coordinator, "struck")
+        if newest > version:
+            version, since = newest, time.monotonic()
+        longest = max(longest, time.monotonic() - since)
+        if number > incarnation:
+            joined = updates if joined is None else joined
+            if updates > joined:
+                return longest
+        poll.wait(0.02)
+
+
+class TorchrunSite:
+    """A site as a torchrun job, in a process group of its own."""
+
+    def __init__(self, config: FleetConfig, folder: Path, node: str, ranks: int) -> None:
+        home = folder / node
+        home.mkdir(exist_ok=True)
+        site = config.site.model_copy(update={"checkpoint": home / "checkpoint"})
+        fleet = write(config.model_copy(update={"site": site}), home)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        self._process = subprocess.Popen(
+            [*command, "--max-restarts", "100", "-m", "fleetddp.cloud.train", fleet],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), "FLEETDDP_NODE": node},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def workers(self) -> list[int]:
+        """The ranks' processes, by rank."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    environment = (entry / "environ").read_bytes().split(b"\0")
+                    parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                    ranks = [v for v in environment if v.startswith(b"RANK=")]
+                    if parent == self._process.pid and ranks:
+                        found.append((int(ranks[0][5:]), int(entry.name)))
+        return [pid for _, pid in sorted(found)]
+
+    def kill(self) -> None:
+        """All of it, at once. Workers of torchrun lead sessions of their own."""
+        for pid in [*self.workers(), self._process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
 
 
 if __name__ == "__main__":
