@@ -25,6 +25,7 @@ from fleetddp.common.errors import ConfigError
 from fleetddp.common.update import Tier
 
 NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+TrackName = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")]  # empty: the only one
 Fraction = Annotated[float, Field(gt=0, le=1)]
 MAX_NORM = 1e18  # of anything merged: far beyond any training, and far from where float32 weights overflow
 MIN_SAMPLES, MAX_SAMPLES = 1e-9, 1e18  # behind anything merged: their sums and quotients stay clear of 0 and infinity
@@ -255,6 +256,7 @@ class TaskConfig(Section):
 class SiteConfig(Section):
     """How a site takes part; read by ``fleetddp.cloud.train``, and the defaults of ``FleetDDP``."""
 
+    track: TrackName = ""  # that it takes part in, where the fleet has several
     sync_every: PositiveInt = 100  # counted optimizer steps between boundaries
     codec: str = "float32"
     uplink: Literal["every_rank", "per_node", "rank0"] = "every_rank"
@@ -280,6 +282,8 @@ class SiteConfig(Section):
     def _a_step_for_each_fragment(self) -> SiteConfig:
         if self.sync_every % self.fragments:
             raise ValueError(f"sync_every ({self.sync_every}) must be a multiple of fragments ({self.fragments})")
+        if self.fragments > 1 and self.warmup_sync_steps:
+            raise ValueError("warmup_sync_steps exchanges all there is at every step; fragments must be 1 with it")
         return self
 
     @model_validator(mode="after")
@@ -304,6 +308,7 @@ Address = Annotated[str, AfterValidator(host_port)]
 class RegionConfig(Section):
     """How a regional aggregator takes part: it listens as a coordinator does, and is a member of its parent."""
 
+    track: TrackName = ""  # that its members and it take part in, where the fleet has several
     parents: tuple[Address, ...] = ()  # in the order to be tried; none: the coordinator's address
     address: Address = "127.0.0.1:7071"  # what its members dial
     listen: Address = ""  # what it binds; empty: the address
@@ -322,6 +327,7 @@ class RegionConfig(Section):
 class EdgeConfig(Section):
     """How an edge node takes part."""
 
+    track: TrackName = ""  # that it takes part in, where the fleet has several
     update: Literal["delta", "gradient"] = "delta"
     steps: PositiveInt | None = None  # local optimizer steps per update; None: whole epochs
     epochs: PositiveInt = 1
@@ -333,10 +339,62 @@ class EdgeConfig(Section):
     buffers: Literal["average", "local"] = "average"
 
 
+ONLY_TRACK = "main"  # the name of a fleet's only track, where the fleet file names none
+
+
+class ProxyConfig(Section):
+    """The proxy set of a track of soft labels: unlabelled items that every member has, and gives its opinion of.
+
+    Either ``file``, from which the coordinator learns what it holds (and which it hands out to members), or ``items`` and
+    ``digest``: members bring a set of that content themselves.
+    """
+
+    name: NodeName
+    classes: Annotated[int, Field(ge=2, le=65_535)]
+    file: Path | None = None  # safetensors with one tensor, ``items``
+    items: PositiveInt | None = None
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # of the items (``ProxySet.digest``)
+    by_tier: bool = False  # what sites say and what edges say are kept apart
+
+    @model_validator(mode="after")
+    def _known_content(self) -> ProxyConfig:
+        if (self.items is None) != (self.digest is None) or (self.file is None) == (self.items is None):
+            raise ValueError("give either file, or items and digest together")
+        return self
+
+
+Kind = Literal["weights", "logits"]  # what a track exchanges: a model's weights, or soft labels on a proxy set
+Publish = Literal["float32", "bfloat16", "int8", "prob16"]
+
+
+class TrackConfig(Section):
+    """One of several tracks. A section given here is the track's, whole; one left out is as in the fleet file."""
+
+    kind: Kind | None = None
+    proxy: ProxyConfig | None = None
+    include: tuple[str, ...] | None = None
+    members: MembersConfig | None = None
+    window: WindowConfig | None = None
+    merge: MergeConfig | None = None
+    outer: OuterConfig | None = None
+    work: WorkConfig | None = None
+    publish: Publish | None = None
+    limits: LimitsConfig | None = None
+    until: UntilConfig | None = None
+    start: StartConfig | None = None
+    task: TaskConfig | None = None
+    site: SiteConfig | None = None
+    edge: EdgeConfig | None = None
+
+
 class FleetConfig(Section):
-    """A whole fleet file."""
+    """A whole fleet file. With ``tracks``, one coordinator runs each of them (``for_track``)."""
 
     run: NodeName = "fleet"
+    tracks: dict[NodeName, TrackConfig] = {}
+    kind: Kind = "weights"
+    proxy: ProxyConfig | None = None  # of kind logits
+    include: tuple[str, ...] = ()  # shell patterns of the tensors that are exchanged; none: all that can be
     coordinator: CoordinatorConfig = CoordinatorConfig()
     security: SecurityConfig = SecurityConfig()
     members: MembersConfig = MembersConfig()
@@ -344,7 +402,7 @@ class FleetConfig(Section):
     merge: MergeConfig = MergeConfig()
     outer: OuterConfig = OuterConfig()
     work: WorkConfig = WorkConfig()
-    publish: Literal["float32", "bfloat16", "int8"] = "float32"
+    publish: Publish = "float32"
     limits: LimitsConfig = LimitsConfig()
     until: UntilConfig = UntilConfig()
     start: StartConfig = StartConfig()
@@ -359,6 +417,63 @@ class FleetConfig(Section):
         if self.work.steps == "adaptive" and Tier.EDGE in self.work.tiers and self.edge.update == "gradient":
             raise ValueError("work.steps: adaptive is for local steps, and edge.update: gradient makes none")
         return self
+
+    @model_validator(mode="after")
+    def _kind_fits(self) -> FleetConfig:
+        if (self.kind == "logits") != (self.proxy is not None):
+            raise ValueError("a track of kind logits has a proxy set, and no other: kind: logits and proxy go together")
+        if self.kind == "weights" and self.publish == "prob16":
+            raise ValueError("publish: prob16 is for soft labels (kind: logits)")
+        if self.kind == "logits":
+            if self.publish == "int8":
+                raise ValueError("publish: int8 is for weights; of kind logits allowed are prob16, float32, bfloat16")
+            if self.merge.share != "samples":
+                raise ValueError("merge.share is for weights; of kind logits, proxy.by_tier keeps the tiers apart")
+            if self.include:
+                raise ValueError("include names tensors of a model: of kind logits there are none")
+        return self
+
+    @model_validator(mode="after")
+    def _tracks_fit(self) -> FleetConfig:
+        for name in self.tracks:
+            try:
+                self.for_track(name)
+            except ValidationError as error:
+                said = "; ".join(found["msg"].removeprefix("Value error, ") for found in error.errors())
+                raise ValueError(f"tracks.{name}: {said}") from None
+        for section, track in (("site", self.site.track), ("region", self.region.track), ("edge", self.edge.track)):
+            if track and track not in (self.tracks or (ONLY_TRACK,)):
+                raise ValueError(f"{section}.track: there is no track {track!r}; there are: {', '.join(self.tracks) or ONLY_TRACK}")
+        return self
+
+    def for_track(self, name: str) -> FleetConfig:
+        """The fleet file as one track's coordinator and members see it; empty: the only one. ``ConfigError`` if there is none.
+
+        A section that the track gives is its own, whole. A journal of its own is in a folder of the fleet's.
+        """
+        if not self.tracks:
+            if name not in ("", ONLY_TRACK):
+                raise ConfigError(f"there is no track {name!r}: the fleet file names no tracks")
+            return self
+        if not name and len(self.tracks) == 1:
+            (name,) = self.tracks
+        if name not in self.tracks:
+            which = f"there is no track {name!r}" if name else "the fleet has several tracks, and none is named"
+            raise ConfigError(f"{which}; there are: {', '.join(self.tracks)} (site.track, edge.track, region.track)")
+        track = self.tracks[name]
+        given = {key: value for key in TrackConfig.model_fields if (value := getattr(track, key)) is not None}
+        if given.get("kind") == "logits":
+            given.setdefault("publish", "prob16")
+            given.setdefault("merge", self.merge.model_copy(update={"share": "samples"}))
+            given.setdefault("include", ())
+            given.setdefault("start", StartConfig())
+        merged = {key: getattr(self, key) for key in self.model_fields_set if key != "tracks"} | given
+        merged["coordinator"] = self.coordinator.model_copy(update={"journal": self.coordinator.journal / name})
+        for section in {"site", "region", "edge"} & set(merged):
+            merged[section] = merged[section].model_copy(update={"track": ""})
+        if given.get("kind") == "logits" and "site" in merged:
+            merged["site"] = merged["site"].model_copy(update={"fragments": 1})
+        return FleetConfig.model_validate(merged)
 
 
 def parse(data: object, *, source: str = "fleet file") -> FleetConfig:

@@ -5,6 +5,7 @@
     ├── LayoutMismatch   this model is not the fleet's model; names the first differing tensor    never retry
     ├── StorageError     a disk refused (full, read-only); the machine's operator must act        retry when mended
     ├── Unreachable      the parent cannot be reached, or a transfer stalled                      retry with backoff
+    │   └── Late         no answer came by the deadline that the caller set                       retry if it still helps
     └── Refused          the parent answered, and its answer is no: see ``Reason``                by reason
 
 ``REASONS`` gives each reason its gRPC status, who must act, and whether the *same* request can succeed later.
@@ -38,6 +39,10 @@ class Unreachable(FleetError):
     """The parent cannot be reached or the transfer stalled; the same call can be tried again."""
 
 
+class Late(Unreachable):
+    """No answer came by the caller's deadline; nothing is said about whether the request was carried out."""
+
+
 class Reason(str, Enum):
     """Why a parent refused. The value travels on the wire; never renumber or rename one."""
 
@@ -69,6 +74,11 @@ class Reason(str, Enum):
     STALLED = "STALLED"
     STORAGE = "STORAGE"
     FINISHED = "FINISHED"
+    WRONG_TRACK = "WRONG_TRACK"
+    WRONG_CLASSES = "WRONG_CLASSES"
+    WRONG_ITEMS = "WRONG_ITEMS"
+    NO_PROXY = "NO_PROXY"
+    OVERLOADED = "OVERLOADED"
 
 
 class Rule(NamedTuple):
@@ -108,6 +118,11 @@ REASONS: dict[Reason, Rule] = {
     Reason.STALLED: Rule("DEADLINE_EXCEEDED", True, "the sender pushes again; its network made no progress"),
     Reason.STORAGE: Rule("UNAVAILABLE", True, "the coordinator's operator frees or mends its disk"),
     Reason.FINISHED: Rule("FAILED_PRECONDITION", False, "nobody: the run has ended; the member leaves and exits 0"),
+    Reason.WRONG_TRACK: Rule("FAILED_PRECONDITION", False, "the operator gives the member one of the run's tracks"),
+    Reason.WRONG_CLASSES: Rule("INVALID_ARGUMENT", False, "the operator gives the member the task that the proxy set is of"),
+    Reason.WRONG_ITEMS: Rule("INVALID_ARGUMENT", False, "the sender's developer: these are no rows of its tier in the proxy set"),
+    Reason.NO_PROXY: Rule("NOT_FOUND", False, "the member brings the proxy set itself: the coordinator has no file of it"),
+    Reason.OVERLOADED: Rule("RESOURCE_EXHAUSTED", True, "the caller answers by itself, or asks again later"),
 }
 
 
