@@ -30,14 +30,13 @@ from fleetddp.common.intake import Intake
 from fleetddp.common.layout import Layout
 from fleetddp.common.membership import Membership, superseded
 from fleetddp.common.merge import decision_on
+from fleetddp.common.overview import MAX_STATUS_MEMBERS, overview
 from fleetddp.common.receipts import Receipts
 from fleetddp.common.recovered import Recovered
 from fleetddp.common.scores import Scores
 from fleetddp.common.update import NO_VERSION, Kind, Receipt, Update, UpdateId
 from fleetddp.common.window import Action, Counts, Grace, Verdict, Window, decide, quorum_reached, resolve
 from fleetddp.common.work import Work
-
-MAX_STATUS_MEMBERS = 1000
 
 
 class Aggregator:
@@ -416,23 +415,8 @@ class Aggregator:
 
     def status(self, now: float, most: int = MAX_STATUS_MEMBERS) -> dict[str, Any]:
         """How the run stands, with ``most`` members at most, as JSON-able values; the schema is in WIRE.md."""
-        members = self._members.status(most)
-        return {
-            "at": now,
-            "run": self.run,
-            "version": self.version,
-            "layout": self.layout.fingerprint if self.layout is not None else "",
-            "finished": self.finished,
-            "window": self._window_status(),
-            "members": members,
-            "members_omitted": len(self._members) - len(members),
-            "scores": {str(version): dict(metrics) for version, metrics in self._scores.by_version.items()},
-            "counters": {
-                **{word: self._counters[word] for word in ("accepted", "merged", "expired")},
-                "duplicates": self._intake.duplicates,
-                "refused": {reason.value: n for reason, n in sorted(self._intake.refused.items())},
-            },
-        }
+        status = overview(now, most, self._standing, self._members, self._intake, self._scores, self._counters)
+        return {**status, "window": self._window_status()}
 
     def _window_status(self) -> dict[str, Any]:
         if self._window is None:

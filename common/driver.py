@@ -16,7 +16,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any, Protocol, TypeVar, Union
 
-from fleetddp.common.aggregator import MAX_STATUS_MEMBERS, Aggregator
+from fleetddp.common.aggregator import Aggregator
 from fleetddp.common.clock import Clock
 from fleetddp.common.errors import FleetError, Reason, Refused, StorageError
 from fleetddp.common.events import (
@@ -48,6 +48,7 @@ from fleetddp.common.events import (
 from fleetddp.common.journal import Journal
 from fleetddp.common.layout import Layout
 from fleetddp.common.news import Watcher
+from fleetddp.common.overview import MAX_STATUS_MEMBERS
 from fleetddp.common.publish import Publisher
 from fleetddp.common.staging import Staging, Stream
 from fleetddp.common.telemetry import Telemetry

@@ -24,10 +24,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fleetddp.common import events
-from fleetddp.common.aggregator import MAX_STATUS_MEMBERS, Aggregator
+from fleetddp.common.aggregator import Aggregator
 from fleetddp.common.config import FleetConfig, StalenessConfig
 from fleetddp.common.errors import Reason
 from fleetddp.common.events import Conclude, Conclusion, Effect, Joined, Say, Sealing, Settle
+from fleetddp.common.overview import MAX_STATUS_MEMBERS
 from fleetddp.common.questions import Questions
 from fleetddp.common.recovered import Recovered, RecoveredRegion
 from fleetddp.common.sealing import loads, sealing_of
