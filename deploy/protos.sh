@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Generates the committed stubs in protos/ from protos/fleet.proto, in a throw-away virtual environment.
-#   deploy/protos.sh            write protos/fleet_pb2.py, fleet_pb2_grpc.py and fleet_pb2.pyi
+# Generates the committed stubs in protos/ from protos/*.proto, in a throw-away virtual environment.
+#   deploy/protos.sh            write NAME_pb2.py, NAME_pb2_grpc.py and NAME_pb2.pyi for each protos/NAME.proto
 #   deploy/protos.sh --check    generate beside them and compare; exit 1 if a committed one differs
 # grpcio-tools 1.71.2 writes gencode for protobuf 5.29, which every protobuf >=5.29,<8 runs; flwr needs that range.
 # PROTOC_PYTHON names a Python that has that grpcio-tools already; then nothing is installed.
 set -euo pipefail
 
 TOOLS_VERSION=1.71.2
-STUBS=(fleet_pb2.py fleet_pb2_grpc.py fleet_pb2.pyi)
+STUBS=({fleet,inference}_pb2.py {fleet,inference}_pb2_grpc.py {fleet,inference}_pb2.pyi)
 
 case "${1:-}" in
   "" | --check) mode="${1:-}" ;;
@@ -32,16 +32,16 @@ fi
 
 # The folder is laid out as the package, so that the generated import reads `from fleetddp.protos import fleet_pb2`.
 mkdir -p "$work/src/fleetddp/protos" "$work/out"
-cp "$root/protos/fleet.proto" "$work/src/fleetddp/protos/"
+cp "$root"/protos/*.proto "$work/src/fleetddp/protos/"
 "$python" -m grpc_tools.protoc -I "$work/src" \
   --python_out="$work/out" --pyi_out="$work/out" --grpc_python_out="$work/out" \
-  "$work/src/fleetddp/protos/fleet.proto"
+  "$work"/src/fleetddp/protos/*.proto
 
 for stub in "${STUBS[@]}"; do
   if [[ -z "$mode" ]]; then
     install -m 644 "$work/out/fleetddp/protos/$stub" "$root/protos/$stub"
   elif ! diff -u "$root/protos/$stub" "$work/out/fleetddp/protos/$stub"; then
-    echo "protos/$stub does not match protos/fleet.proto: run deploy/protos.sh and commit the result" >&2
+    echo "protos/$stub does not match its .proto: run deploy/protos.sh and commit the result" >&2
     exit 1
   fi
 done

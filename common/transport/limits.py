@@ -29,6 +29,9 @@ MAX_FRAGMENTS = 64  # that a layout is cut into
 MAX_LEAVES = 1_000_000  # members behind one region
 MAX_CODECS = 64
 MAX_STEPS = 2**31 - 1
+TENSOR_BYTES = 960 * 1024  # of a tensor's data, so that it fits one message
+MAX_ROWS = 4096  # samples of one request
+MAX_AXES = 16  # dimensions of a tensor
 
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
