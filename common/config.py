@@ -10,9 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    ConfigDict,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -22,6 +20,9 @@ from pydantic import (
 )
 
 from fleetddp.common.errors import ConfigError
+from fleetddp.common.inference_config import CascadeConfig, ServeConfig
+from fleetddp.common.sections import Address, host_port
+from fleetddp.common.sections import Section as Section
 from fleetddp.common.update import Tier
 
 NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -29,12 +30,6 @@ TrackName = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$"
 Fraction = Annotated[float, Field(gt=0, le=1)]
 MAX_NORM = 1e18  # of anything merged: far beyond any training, and far from where float32 weights overflow
 MIN_SAMPLES, MAX_SAMPLES = 1e-9, 1e18  # behind anything merged: their sums and quotients stay clear of 0 and infinity
-
-
-class Section(BaseModel):
-    """Base of every section of the fleet file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class SecurityConfig(Section):
@@ -293,18 +288,6 @@ class SiteConfig(Section):
         return self
 
 
-def host_port(value: str) -> str:
-    """An address that can be dialled."""
-    if value and not value.startswith("unix:"):
-        host, _, port = value.rpartition(":")
-        if not host or not port.isdigit():
-            raise ValueError(f"{value!r} is not HOST:PORT")
-    return value
-
-
-Address = Annotated[str, AfterValidator(host_port)]
-
-
 class RegionConfig(Section):
     """How a regional aggregator takes part: it listens as a coordinator does, and is a member of its parent."""
 
@@ -410,6 +393,8 @@ class FleetConfig(Section):
     site: SiteConfig = SiteConfig()
     region: RegionConfig = RegionConfig()
     edge: EdgeConfig = EdgeConfig()
+    serve: ServeConfig = ServeConfig()
+    cascade: CascadeConfig = CascadeConfig()
     seed: int = 0
 
     @model_validator(mode="after")
@@ -443,7 +428,9 @@ class FleetConfig(Section):
                 raise ValueError(f"tracks.{name}: {said}") from None
         for section, track in (("site", self.site.track), ("region", self.region.track), ("edge", self.edge.track)):
             if track and track not in (self.tracks or (ONLY_TRACK,)):
-                raise ValueError(f"{section}.track: there is no track {track!r}; there are: {', '.join(self.tracks) or ONLY_TRACK}")
+                raise ValueError(
+                    f"{section}.track: there is no track {track!r}; there are: {', '.join(self.tracks) or ONLY_TRACK}"
+                )
         return self
 
     def for_track(self, name: str) -> FleetConfig:

@@ -1,0 +1,25 @@
+"""What the sections of the fleet file are made of."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """Base of every section of the fleet file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def host_port(value: str) -> str:
+    """An address that can be dialled."""
+    if value and not value.startswith("unix:"):
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"{value!r} is not HOST:PORT")
+    return value
+
+
+Address = Annotated[str, AfterValidator(host_port)]
