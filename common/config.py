@@ -131,7 +131,7 @@ class MergeConfig(Section):
 
     share: Literal["samples"] | dict[Tier, PositiveFloat] = "samples"
     staleness: StalenessConfig = StalenessConfig()
-    tiers: dict[Tier, StalenessConfig] = {}  # overrides ``staleness`` for a tier
+    tiers: dict[Tier, StalenessConfig] = Field(default={})  # overrides ``staleness`` for a tier
     gradient_lr: PositiveFloat = 0.01  # a `gradient` joins as the delta of one local step of this size
 
     @field_validator("share")
@@ -170,7 +170,7 @@ class OuterConfig(Section):
 
     preset: Literal["average", "diloco", "fedasync"] | None = None
     optimizer: ElementWise = "SGD"
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
 
     @model_validator(mode="after")
     def _preset_or_optimizer(self) -> OuterConfig:
@@ -238,7 +238,7 @@ class TaskConfig(Section):
     """The user's Task: ``target`` is ``package.module:Class``; ``args`` are passed to it as keywords."""
 
     target: str
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default={})
 
     @field_validator("target")
     @classmethod
@@ -374,7 +374,7 @@ class FleetConfig(Section):
     """A whole fleet file. With ``tracks``, one coordinator runs each of them (``for_track``)."""
 
     run: NodeName = "fleet"
-    tracks: dict[NodeName, TrackConfig] = {}
+    tracks: dict[NodeName, TrackConfig] = Field(default={})
     kind: Kind = "weights"
     proxy: ProxyConfig | None = None  # of kind logits
     include: tuple[str, ...] = ()  # shell patterns of the tensors that are exchanged; none: all that can be
