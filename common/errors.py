@@ -61,6 +61,7 @@ class Reason(str, Enum):
     NOT_FINITE = "NOT_FINITE"
     NORM_BOUND = "NORM_BOUND"
     BAD_WEIGHT = "BAD_WEIGHT"
+    BAD_PROBABILITIES = "BAD_PROBABILITIES"
     UNKNOWN_CODEC = "UNKNOWN_CODEC"
     UNKNOWN_NODE = "UNKNOWN_NODE"
     UNKNOWN_VERSION = "UNKNOWN_VERSION"
@@ -105,6 +106,7 @@ REASONS: dict[Reason, Rule] = {
     Reason.NOT_FINITE: Rule("INVALID_ARGUMENT", False, "the member: its training diverged; it drops the update"),
     Reason.NORM_BOUND: Rule("INVALID_ARGUMENT", False, "the member lowers its learning rate, or the operator the bound"),
     Reason.BAD_WEIGHT: Rule("INVALID_ARGUMENT", False, "the member: samples must be positive, finite and within the limit"),
+    Reason.BAD_PROBABILITIES: Rule("INVALID_ARGUMENT", False, "the sender's developer: soft labels are >= 0 and sum to 1"),
     Reason.UNKNOWN_CODEC: Rule("UNIMPLEMENTED", False, "the operator picks a codec both ends have"),
     Reason.UNKNOWN_NODE: Rule("NOT_FOUND", True, "the member joins (again), then repeats the call"),
     Reason.UNKNOWN_VERSION: Rule("NOT_FOUND", False, "the member pulls the newest version"),

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fleetddp.common.codecs import BLOCK, Codec, get
+from fleetddp.common.codecs import Codec, get
 from fleetddp.common.errors import ConfigError, Reason, Refused
 from fleetddp.common.fragments import deal, elements_of
 from fleetddp.common.layout import Layout
@@ -65,6 +65,7 @@ class Geometry:
     ) -> None:
         self.layout = layout
         self.codec = codec
+        self.sparse = False  # soft labels: of the layout some rows are there, and the others stand for zeros
         self.rows = rows
         buffer_codec = get("float64" if codec.spec == "float64" else "float32")
         whole = [_Span(0, layout.parameters, codec, True)]
@@ -86,8 +87,10 @@ class Geometry:
             layout = Layout.from_json(header.layout_spec)
         if layout is None:
             raise Refused(Reason.NO_VERSION, f"{header.update_id} cannot be placed: this run has no layout yet")
-        within = elements_of(layout, header.fragment)
-        return cls(layout, get(header.codec), rows=header.rows, buffers=header.kind is not Kind.GRADIENT, within=within)
+        within = header.covers if header.kind is Kind.LOGITS else elements_of(layout, header.fragment)
+        geometry = cls(layout, get(header.codec), rows=header.rows, buffers=header.kind is not Kind.GRADIENT, within=within)
+        geometry.sparse = header.kind is Kind.LOGITS
+        return geometry
 
     # ---- elements -> bytes --------------------------------------------------------------------------------------------------
 
@@ -101,6 +104,14 @@ class Geometry:
     def required(self) -> tuple[Interval, ...]:
         """Full coverage: the element interval of every section."""
         return tuple((s.start, s.stop) for row in range(self.rows) for s in self._sections(row))
+
+    def covered(self, interval: Interval) -> Iterator[Interval]:
+        """Of the first row: runs of whole blocks that hold, together, all that the payload has of an interval."""
+        for s in self._first_row:
+            block = s.codec.block
+            start, stop = max(s.start, interval[0]) - s.start, min(s.stop, interval[1]) - s.start
+            if start < stop:
+                yield s.start + start // block * block, min(s.start + -(-stop // block) * block, s.stop)
 
     def split(self, parts: int) -> list[tuple[Interval, ...]]:
         """Cut the payload into ``parts`` runs of blocks, equal but for one block; some are empty when there are fewer blocks."""
@@ -135,14 +146,15 @@ class Geometry:
         row = start // self.layout.elements
         if 0 <= row < self.rows and start < stop:
             for s in self._sections(row):
-                aligned = (start - s.start) % BLOCK == 0 and ((stop - s.start) % BLOCK == 0 or stop == s.stop)
+                block = s.codec.block
+                aligned = (start - s.start) % block == 0 and ((stop - s.start) % block == 0 or stop == s.stop)
                 if s.start <= start and stop <= s.stop and aligned:
                     return s
         held = ", ".join(f"{'parameters' if s.parameters else 'buffers'} [{s.start}, {s.stop})" for s in self._first_row)
         raise Refused(
             Reason.WRONG_INTERVALS,
-            f"elements [{start}, {stop}) are not whole blocks of {BLOCK} within one section: each of {self.rows} rows of "
-            f"{self.layout.elements} has {held or 'none'}",
+            f"elements [{start}, {stop}) are not whole blocks of {self.codec.block} within one section: each of {self.rows} rows "
+            f"of {self.layout.elements} has {held or 'none'}",
         )
 
     # ---- bytes -> elements --------------------------------------------------------------------------------------------------
@@ -167,7 +179,8 @@ class Geometry:
     def elements_of(self, start: int, stop: int) -> Interval:
         """The inverse of ``byte_range``."""
         section = self.section_at(start, stop)
-        first, last = (section.start + -(-(n - section.byte_start) // section.codec.block_bytes) * BLOCK for n in (start, stop))
+        codec = section.codec
+        first, last = (section.start + -(-(n - section.byte_start) // codec.block_bytes) * codec.block for n in (start, stop))
         return first, min(last, section.stop)
 
     def decode_bytes(self, start: int, stop: int, data: Tensor) -> Tensor:

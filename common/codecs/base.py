@@ -1,8 +1,8 @@
 """What every codec does: cut a vector into blocks, refuse what is not finite, carry the error of one encoding into the next.
 
-A vector of n elements is encoded as its blocks of ``BLOCK`` elements, one after another; a full block takes ``block_bytes``, a
-last short block fewer. Each block decodes by itself, so any run of whole blocks can be sent, checked and decoded alone.
-Numbers are little-endian. Encoding and decoding run on the device of what is passed in.
+A vector of n elements is encoded as its blocks of ``block`` elements (``BLOCK`` for all but soft labels), one after another; a
+full block takes ``block_bytes``, a last short block fewer. Each block decodes by itself, so any run of whole blocks can be sent,
+checked and decoded alone. Numbers are little-endian. Encoding and decoding run on the device of what is passed in.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ class Codec(ABC):
 
     lossless: ClassVar[bool] = False
 
-    def __init__(self, spec: str) -> None:
+    def __init__(self, spec: str, block: int = BLOCK) -> None:
         self.spec = spec
-        self.block_bytes = self._size(BLOCK)
+        self.block = block  # elements
+        self.block_bytes = self._size(block)
 
     def __repr__(self) -> str:
         return f"<codec {self.spec}>"
 
     def encoded_bytes(self, n: int) -> int:
         """Bytes that n elements take."""
-        blocks, rest = divmod(n, BLOCK)
+        blocks, rest = divmod(n, self.block)
         return blocks * self.block_bytes + (self._size(rest) if rest else 0)
 
     @torch.no_grad()
@@ -89,7 +90,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _size(self, m: int) -> int:
-        """Bytes of a block of m elements, 0 < m <= BLOCK."""
+        """Bytes of a block of m elements, 0 < m <= block."""
 
     @abstractmethod
     def _encode(self, x: Tensor, out: Tensor) -> None:
@@ -103,12 +104,13 @@ class Codec(ABC):
         """Runs of equal blocks: their elements, their bytes, elements a block."""
         # On a CPU short runs keep temporaries in the cache; elsewhere long ones keep the number of kernels down.
         longest = 512 if device.type == "cpu" else 65536
-        blocks, rest = divmod(n, BLOCK)
+        block, size = self.block, self.block_bytes
+        blocks, rest = divmod(n, block)
         for first in range(0, blocks, longest):
             last = min(first + longest, blocks)
-            yield slice(first * BLOCK, last * BLOCK), slice(first * self.block_bytes, last * self.block_bytes), BLOCK
+            yield slice(first * block, last * block), slice(first * size, last * size), block
         if rest:
-            yield slice(blocks * BLOCK, n), slice(blocks * self.block_bytes, self.encoded_bytes(n)), rest
+            yield slice(blocks * block, n), slice(blocks * size, self.encoded_bytes(n)), rest
 
     def require_bytes(self, data: Tensor, n: int) -> None:
         """Refuse data that is not u8[encoded_bytes(n)]."""
