@@ -229,7 +229,7 @@ class Aggregator:
             window = self._open(min(recovered.window_opened_at, now))  # the machine's clock may have been set back since
             window.settling_until = now + self.config.members.heartbeat_s
             window.deadline_at = max(window.deadline_at, window.settling_until)
-        self._members.presume(recovered.accepted, recovered.merged, now)
+        self._members.presume(recovered, now)
         for update in waiting:
             self._count(update)
 
@@ -280,7 +280,8 @@ class Aggregator:
     def _merge(self, window: Window, reason: str, now: float, out: list[Effect]) -> None:
         """Decide the next version. The journal takes the decision's time as the next window's opening."""
         changes = self._standing.changes
-        self._merging = decision_on(window.updates, self.version + 1, now, reason, self.config.merge, changes)
+        sums = self.config.kind == "logits"
+        self._merging = decision_on(window.updates, self.version + 1, now, reason, self.config.merge, changes, sums=sums)
         self._standing.head, self._standing.changes = self._merging.version, self._merging.changes
         out.append(events.Merge(decision=self._merging))
         self._open(now)
@@ -404,7 +405,8 @@ class Aggregator:
         out.append(Reply(value=heard))
 
     def _receipts_of(self, ids: Iterable[UpdateId], out: list[Effect]) -> tuple[Receipt, ...]:
-        return tuple(self._intake.receipt(update_id) for update_id in ids)
+        receipt = self._intake.receipt
+        return tuple([receipt(update_id) for update_id in ids])
 
     def _leave(self, event: events.Leave, now: float, out: list[Effect]) -> None:
         if self._members.leave(event.node, event.incarnation):

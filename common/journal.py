@@ -70,6 +70,7 @@ CRASH_POINTS = (
     "recover:file-removed",
 )
 
+DIRECT, INSIDE, PARTIAL = range(3)  # how a merged update came
 _SCHEMA_VERSION = 2
 _SCHEMA = (
     "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL)",  # run, layout, began, window, decision, finished
@@ -78,6 +79,7 @@ _SCHEMA = (
     "CREATE TABLE merged (id TEXT PRIMARY KEY, version INTEGER NOT NULL)",
     "CREATE TABLE high_water (node TEXT, incarnation INTEGER, sequence INTEGER NOT NULL, PRIMARY KEY (node, incarnation))",
     "ALTER TABLE high_water ADD COLUMN settled TEXT",  # hexadecimal, see ``Mark``; NULL (by schema 1): all of it
+    "ALTER TABLE merged ADD COLUMN how INTEGER NOT NULL DEFAULT 0",  # DIRECT, a PARTIAL, or INSIDE one
 )
 _NEW = {1: 5}  # statements of ``_SCHEMA`` that an older schema has already
 
@@ -161,7 +163,7 @@ class Journal:
         with self._lock, storage(f"cannot read the journal in {self.directory}"):
             accepted = tuple(update_from_json(row[0]) for row in self._db.execute("SELECT body FROM updates ORDER BY place"))
             versions = [version_from_json(row[0]) for row in self._db.execute("SELECT body FROM versions ORDER BY number")]
-            merged = {UpdateId.parse(i): v for i, v in self._db.execute("SELECT id, version FROM merged")}
+            rows = [(UpdateId.parse(i), v, how) for i, v, how in self._db.execute("SELECT id, version, how FROM merged")]
             marks = {(n, i): Mark.of_row(s, bits) for n, i, s, bits in self._db.execute("SELECT * FROM high_water")}
             facts: dict[str, str] = dict(self._db.execute("SELECT name, value FROM facts"))
             self._clean(self._payloads, {_payload_name(u.update_id): u.payload_bytes for u in accepted})
@@ -176,7 +178,9 @@ class Journal:
             decision=decision_from_json(facts["decision"]) if "decision" in facts else None,
             high_water={process: mark.sequence for process, mark in marks.items()},
             gaps={process: gaps for process, mark in marks.items() if (gaps := mark.gaps)},
-            merged=merged,
+            merged={update_id: version for update_id, version, _ in rows},
+            inside=frozenset(update_id for update_id, _, how in rows if how == INSIDE),
+            partials=frozenset(update_id for update_id, _, how in rows if how == PARTIAL),
             finished=facts.get("finished", ""),
             changes=changes_from_json(json.loads(facts["changes"])) if "changes" in facts else None,
         )
@@ -314,8 +318,10 @@ class Journal:
             for update_id in settled:
                 db.execute("DELETE FROM updates WHERE id = ?", (str(update_id),))
             ids = sorted({*settled, *leaves})
-            merged = [(str(update_id), version.number) for update_id in ids]
-            db.executemany("INSERT OR REPLACE INTO merged (id, version) VALUES (?, ?)", merged)
+            sent, inside = set(settled), set(leaves)
+            how = {i: INSIDE if i not in sent else DIRECT if i in inside else PARTIAL for i in ids}
+            merged = [(str(update_id), version.number, how[update_id]) for update_id in ids]
+            db.executemany("INSERT OR REPLACE INTO merged (id, version, how) VALUES (?, ?, ?)", merged)
             self._raise_high_water(ids)
             db.execute("DELETE FROM facts WHERE name = 'decision'")
             if version.changed:

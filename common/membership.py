@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -18,7 +18,8 @@ from typing import Any
 from fleetddp.common.config import MembersConfig
 from fleetddp.common.errors import Reason, Refused
 from fleetddp.common.events import Heartbeat, Join
-from fleetddp.common.update import NO_VERSION, Tier, Update, UpdateId
+from fleetddp.common.recovered import Recovered
+from fleetddp.common.update import NO_VERSION, Tier, Update
 from fleetddp.common.work import Speed
 
 REMEMBERED = 65_536  # members that are gone
@@ -82,7 +83,7 @@ class Membership:
     """All members by node name."""
 
     def __init__(self, config: MembersConfig, remembered: int = REMEMBERED) -> None:
-        self._config = config
+        self._config, self._lease_s = config, config.lease_s
         self._remembered = remembered
         self._members: dict[str, Member] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()  # those not live, the longest gone first
@@ -111,7 +112,8 @@ class Membership:
     def next_lease(self) -> float:
         """When the next lease ends, unless its member is heard of before."""
         for member in self._leases.values():
-            return max(member.seen_at + self._config.lease_s, self._spared_until)
+            ends_at = member.seen_at + self._lease_s
+            return ends_at if ends_at > self._spared_until else self._spared_until
         return math.inf
 
     def join(self, event: Join, now: float) -> Member:
@@ -128,13 +130,19 @@ class Membership:
         self._put_back(member, before)
         return member
 
-    def presume(self, accepted: Iterable[Update], merged: Iterable[UpdateId], now: float) -> None:
-        """Expect the members that the journal knows, for one lease. They must join before they are answered."""
-        for update in accepted:
+    def presume(self, recovered: Recovered, now: float) -> None:
+        """Expect the members that the journal knows, for one lease. They must join before they are answered.
+
+        Those whose updates came in a region's partials are the region's; how many they are it tells when it joins.
+        """
+        for update in recovered.accepted:
             header = update.header
             self._presume(header.update_id.node, header.tier, len({leaf.node for leaf in header.leaf_ids}), now)
-        for update_id in merged:
-            self._presume(update_id.node, Tier.SITE if update_id.node in self._config.sites else Tier.EDGE, 1, now)
+        for update_id in recovered.merged:
+            if update_id in recovered.partials:
+                self._presume(update_id.node, Tier.REGION, 1, now)
+            elif update_id not in recovered.inside:
+                self._presume(update_id.node, Tier.SITE if update_id.node in self._config.sites else Tier.EDGE, 1, now)
 
     def _presume(self, node: str, tier: Tier, leaves: int, now: float) -> None:
         if node not in self._members:

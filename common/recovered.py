@@ -39,6 +39,8 @@ class Recovered:
     high_water: Mapping[tuple[str, int], int] = field(default_factory=dict)  # (node, incarnation) -> largest sequence merged
     gaps: Mapping[tuple[str, int], Collection[int]] = field(default_factory=dict)  # below those: sequences not merged
     merged: Mapping[UpdateId, int] = field(default_factory=dict)  # of the versions kept: id -> the version it is in
+    inside: Collection[UpdateId] = frozenset()  # of those: leaf updates that came in a region's partial
+    partials: Collection[UpdateId] = frozenset()  # of those: the partials themselves
     finished: str = ""
     changes: Changes | None = None  # of the fragments; None where the layout is not cut
 
@@ -77,6 +79,7 @@ def update_to_json(update: Update) -> str:
             "seconds": header.seconds,
             "metrics": dict(header.metrics),
             "fragment": None if header.fragment is None else [header.fragment.index, header.fragment.count],
+            "covers": header.covers,
             "groups": [[g.tier.value, g.base_version, g.samples, g.buffer_samples, g.ids] for g in header.groups],
             "layout_spec": header.layout_spec.decode(),
             "samples": update.samples,
@@ -101,6 +104,7 @@ def update_from_json(text: str) -> Update:
         seconds=row["seconds"],
         metrics=row["metrics"],
         fragment=Fragment(*row["fragment"]) if row.get("fragment") else None,
+        covers=tuple((start, stop) for start, stop in row.get("covers", ())),
         groups=tuple(_group(*group) for group in row["groups"]),
         layout_spec=row["layout_spec"].encode(),
     )

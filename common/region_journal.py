@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from fleetddp.common.events import Conclusion, Joined, Sealing
 from fleetddp.common.files import File
-from fleetddp.common.journal import Journal
+from fleetddp.common.journal import DIRECT, INSIDE, PARTIAL, Journal
 from fleetddp.common.layout import Layout
 from fleetddp.common.recovered import (
     RecoveredRegion,
@@ -33,7 +33,7 @@ from fleetddp.common.recovered import (
     version_to_json,
 )
 from fleetddp.common.stored import storage
-from fleetddp.common.update import NO_VERSION, State, Tier, Update, UpdateId, Version
+from fleetddp.common.update import NO_VERSION, Kind, State, Tier, Update, UpdateId, Version
 
 REGION_CRASH_POINTS = (
     "create-region:rows-written",
@@ -209,8 +209,8 @@ class RegionJournal(Journal):
             newest = db.execute("SELECT max(number) FROM versions").fetchone()[0]
             for receipt in conclusion.receipts:
                 if receipt.state is State.MERGED:
-                    row = (str(receipt.update_id), receipt.version)
-                    db.execute("INSERT OR REPLACE INTO merged (id, version) VALUES (?, ?)", row)
+                    row = (str(receipt.update_id), receipt.version, self._how(receipt.update_id))
+                    db.execute("INSERT OR REPLACE INTO merged (id, version, how) VALUES (?, ?, ?)", row)
                 else:
                     body = (str(receipt.update_id), NO_VERSION if newest is None else newest, receipt_to_json(receipt))
                     db.execute("INSERT OR REPLACE INTO closed (id, version, body) VALUES (?, ?, ?)", body)
@@ -228,6 +228,11 @@ class RegionJournal(Journal):
                 self._files.unlink(self._payload_path(update_id))
             self.at("conclude:file-retired")
         self._sweep("conclude")
+
+    def _how(self, update_id: UpdateId) -> int:
+        """How a concluded update came here."""
+        row = self._db.execute("SELECT kind FROM updates WHERE id = ?", (str(update_id),)).fetchone()
+        return INSIDE if row is None else PARTIAL if row[0] == Kind.PARTIAL.value else DIRECT
 
     def _sync(self, files: Sequence[File], name: str) -> None:
         with storage(f"cannot make a partial durable ({name})"):

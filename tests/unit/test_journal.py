@@ -178,6 +178,7 @@ def test_a_partial_settles_its_leaf_updates_too(journal: Journal) -> None:
     recovered = journal.recover()
     assert recovered.merged == dict.fromkeys((partial.update_id, *leaves), 1)
     assert recovered.high_water == {("region", 7): 3, ("x", 1): 8, ("y", 1): 9}
+    assert (recovered.inside, recovered.partials) == (set(leaves), {partial.update_id})
 
 
 def test_the_end_is_remembered(journal: Journal) -> None:

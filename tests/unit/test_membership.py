@@ -9,6 +9,7 @@ from fleetddp.common.config import MembersConfig
 from fleetddp.common.errors import Reason, Refused
 from fleetddp.common.events import Heartbeat, Join
 from fleetddp.common.membership import Membership
+from fleetddp.common.recovered import Recovered
 from fleetddp.common.update import Tier
 
 
@@ -136,15 +137,18 @@ def test_no_other_member_stands_for_many() -> None:
 
 def test_members_known_from_the_journal_count_but_are_not_answered() -> None:
     membership = Membership(MembersConfig(heartbeat_s=1, lease_s=10, sites=("paris",)))
-    membership.presume([durable(partial(uid("r"), [uid("x"), uid("y")]))], [uid("paris"), uid("r")], 50)
-    assert counts(membership) == (3, 0, 3)
-    assert membership.live() == {"site": 1, "edge": 0, "region": 1}
+    accepted = (durable(partial(uid("r"), [uid("x"), uid("y")])),)
+    merged = dict.fromkeys([uid("paris"), uid("r"), uid("s"), uid("z")], 1)
+    recovered = Recovered(run="fleet", accepted=accepted, merged=merged, inside={uid("z")}, partials={uid("s"), uid("r")})
+    membership.presume(recovered, 50)
+    assert counts(membership) == (4, 0, 4)
+    assert membership.live() == {"site": 1, "edge": 0, "region": 2}
     with pytest.raises(Refused, match="UNKNOWN_NODE"):
         membership.known("paris")
     membership.join(Join(node="paris", tier=Tier.SITE, incarnation=3), 55)
-    assert counts(membership) == (3, 0, 3)
+    assert counts(membership) == (4, 0, 4)
     assert membership.known("paris").incarnation == 3
-    assert [m.node for m in membership.expire(60)] == ["r"]
+    assert [m.node for m in membership.expire(60)] == ["r", "s"]
 
 
 def test_a_change_of_the_counts_is_noted() -> None:
