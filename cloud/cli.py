@@ -128,10 +128,17 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Run a whole fleet in virtual time, under one policy or several."""
+    from fleetddp.edge.sim import preload
+    from fleetddp.edge.sim.scenario import load
+
+    loaded = load(scenario)
+    if loaded.mode == "train" and loaded.trainer.workers != 0:
+        task = loaded.fleet.task  # what the workers need is imported while we import the same
+        preload.start(*([task.target.split(":")[0]] if task is not None else ()))
     from fleetddp.cloud.simulate import simulate
 
     names = [name.strip() for name in compare.split(",") if name.strip()]
-    simulate(scenario, compare=names, seed=seed, out=out, as_json=json)
+    simulate(loaded, scenario, compare=names, seed=seed, out=out, as_json=json)
 
 
 def _load(path: Path, *, insecure: bool = False, listen: str = "") -> FleetConfig:

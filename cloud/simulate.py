@@ -16,7 +16,7 @@ from rich.table import Table
 
 from fleetddp.common.errors import ConfigError, FleetError
 from fleetddp.edge.sim.report import MIB, page, summary, target
-from fleetddp.edge.sim.scenario import Scenario, load, with_policy
+from fleetddp.edge.sim.scenario import Scenario, with_policy
 from fleetddp.edge.sim.simulator import Simulation
 from fleetddp.edge.sim.timeline import Row, Timeline
 from fleetddp.edge.sim.violations import InvariantViolation
@@ -26,9 +26,10 @@ LINES = 30  # of the table of windows: with more windows than that, a line stand
 COUNTS = ("arrived", "late", "stale", "refused", "dropped")
 
 
-def simulate(path: Path, *, compare: Sequence[str], seed: int | None, out: Path | None, as_json: bool) -> None:
-    """Run the scenario file; ``compare`` names policies, ``out`` is a folder for events, page and summary."""
-    scenario = load(path)
+def simulate(
+    scenario: Scenario, path: Path, *, compare: Sequence[str], seed: int | None, out: Path | None, as_json: bool
+) -> None:
+    """Run the scenario, read from ``path``; ``compare`` names policies, ``out`` is a folder for events, page and summary."""
     if seed is not None:
         scenario = scenario.model_copy(update={"seed": seed})
     scenarios = {name: with_policy(scenario, name) for name in compare} or {scenario.fleet.window.preset: scenario}

@@ -6,10 +6,12 @@ The timeline and the checkers of the invariants are observers. An observer looks
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from fleetddp.common.events import Effect, Event
-from fleetddp.common.recovered import Recovered
-from fleetddp.common.update import Receipt
+if TYPE_CHECKING:
+    from fleetddp.common.events import Effect, Event
+    from fleetddp.common.recovered import Recovered
+    from fleetddp.common.update import Receipt
 
 
 class Observer:

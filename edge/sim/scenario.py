@@ -31,7 +31,7 @@ from fleetddp.common.config import (
 )
 from fleetddp.common.errors import ConfigError
 from fleetddp.common.update import Tier
-from fleetddp.edge.sim.faults import FaultsConfig
+from fleetddp.edge.sim.fault_config import FaultsConfig
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(ge=0)]

@@ -18,7 +18,8 @@ from fleetddp.common.payload import Geometry, tensor_over
 from fleetddp.common.update import Interval, Kind, Receipt, State, UpdateId
 from fleetddp.edge.sim.calls import Call
 from fleetddp.edge.sim.draws import Draws
-from fleetddp.edge.sim.faults import Faults, FaultsConfig, Lie
+from fleetddp.edge.sim.fault_config import FaultsConfig
+from fleetddp.edge.sim.faults import Faults, Lie
 from fleetddp.edge.sim.learning import Unit
 from fleetddp.edge.sim.loop import EventLoop
 from fleetddp.edge.sim.network import Path
