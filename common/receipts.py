@@ -9,12 +9,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from fleetddp.common.errors import Reason
 from fleetddp.common.high_water import HighWater, Mark
 from fleetddp.common.update import NO_VERSION, Receipt, State, Update, UpdateId
 
 REMEMBERED = 65_536  # settled ids
+
+
+class _Accepted(NamedTuple):
+    """An update, and what each heartbeat that asks about this id of it is told."""
+
+    update: Update
+    receipt: Receipt
 
 
 class Receipts:
@@ -29,7 +37,7 @@ class Receipts:
         gaps: Mapping[tuple[str, int], Collection[int]] | None = None,
     ) -> None:
         self._remembered = remembered
-        self._accepted: dict[UpdateId, Update] = {}  # by own id and by each leaf id
+        self._accepted: dict[UpdateId, _Accepted] = {}  # by own id and by each leaf id
         self._held: set[UpdateId] = set()
         self._settled: OrderedDict[UpdateId, Receipt] = OrderedDict()  # oldest first
         self._marks = HighWater()
@@ -40,10 +48,10 @@ class Receipts:
 
     def accept(self, update: Update) -> tuple[Receipt, ...]:
         """Note a durable update; receipts of it and of each leaf update in it."""
-        ids = _all_ids(update)
-        for update_id in ids:
-            self._accepted[update_id] = update
-        return tuple(Receipt(update_id=update_id, state=State.ACCEPTED) for update_id in ids)
+        receipts = tuple(Receipt(update_id=update_id, state=State.ACCEPTED) for update_id in _all_ids(update))
+        for receipt in receipts:
+            self._accepted[receipt.update_id] = _Accepted(update, receipt)
+        return receipts
 
     def merge(self, update_id: UpdateId, version: int) -> tuple[Receipt, ...]:
         """Settle an accepted update, and the leaf updates in it, as merged into ``version``."""
@@ -59,11 +67,15 @@ class Receipts:
 
     def accepted(self, update_id: UpdateId) -> Update | None:
         """The accepted, unsettled update that is, or holds, this id."""
-        return self._accepted.get(update_id)
+        known = self._accepted.get(update_id)
+        return None if known is None else known.update
 
     def find(self, update_id: UpdateId) -> Receipt | None:
         """The receipt of an update accepted or settled here; None if it was never heard of."""
-        if update_id in self._accepted or update_id in self._held:
+        known = self._accepted.get(update_id)
+        if known is not None:
+            return known.receipt
+        if update_id in self._held:
             return Receipt(update_id=update_id, state=State.ACCEPTED)
         receipt = self._settled.get(update_id)
         if receipt is None and self._marks.covers(update_id):
@@ -76,11 +88,11 @@ class Receipts:
 
     def held_by(self, update_id: UpdateId) -> tuple[UpdateId, ...]:
         """An accepted update's id and those of the leaf updates in it."""
-        return _all_ids(self._accepted[update_id])
+        return _all_ids(self._accepted[update_id].update)
 
     def release(self, update_id: UpdateId) -> Update:
         """Forget an accepted update, and the leaf updates in it, as if it had never been offered."""
-        update = self._accepted[update_id]
+        update = self._accepted[update_id].update
         for held in _all_ids(update):
             del self._accepted[held]
         return update
@@ -105,7 +117,7 @@ class Receipts:
 
     def _close(self, update_id: UpdateId, state: State, version: int, reason: str, message: str) -> tuple[Receipt, ...]:
         receipts = []
-        for held in _all_ids(self._accepted[update_id]):
+        for held in _all_ids(self._accepted[update_id].update):
             del self._accepted[held]
             receipts.append(Receipt(update_id=held, state=state, version=version, reason=reason, message=message))
             self._settle(receipts[-1])

@@ -125,7 +125,7 @@ class Network:
     def arrival(self, call: Call, up: bool) -> float:
         """When what is sent now arrives, if nothing happens to it."""
         path, now = call.caller.path, self._loop.now()
-        if not call.size:
+        if not call.size:  # most are
             return path.message(now)
         return path.upload(now, call.size) if up else path.download(now, call.size)
 

@@ -148,12 +148,13 @@ class SimSession:
             return
         self._backoff.reset()
         self.steps = answer.steps
+        loop = self._world.loop
         if answer.version > self.newest or answer.receipts or answer.finished:
             self._learn(answer.version, answer.receipts, answer.finished)
             self._owner.look()
         else:
-            self._heard_at = self._world.loop.now()
-        self._world.loop.after(self._heartbeat_s * (0.8 + 0.2 * self._rng.random()), self._send_beat, self.life)
+            self._heard_at = loop.now()
+        loop.after(self._heartbeat_s * (0.8 + 0.2 * self._rng.random()), self._send_beat, self.life)
 
     def _missed(self, error: Any) -> None:
         """A join or a heartbeat led nowhere."""
@@ -182,7 +183,8 @@ class SimSession:
         self._heard_at = self._world.loop.now()
         for receipt in receipts:
             self._owner.settle(receipt)
-        self.newest = max(self.newest, version)
+        if version > self.newest:
+            self.newest = version
         if finished:
             self._finish(finished)
 
