@@ -29,6 +29,7 @@ class ServeConfig(Section):
     max_wait_s: Annotated[float, Field(ge=0)] = 0.002  # for a batch to fill, from its first request on
     max_queue: PositiveInt = 1024  # samples that may wait; what comes on top is refused
     device: str = "cpu"  # of torch
+    track: str = ""  # whose versions are served, where the fleet has several
     gate: GateConfig = GateConfig()
 
 

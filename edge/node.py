@@ -23,18 +23,16 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from fleetddp.common import codecs
 from fleetddp.common.config import FleetConfig
 from fleetddp.common.errors import ConfigError, FleetError, Reason, Refused, StorageError, Unreachable
 from fleetddp.common.events import Join
-from fleetddp.common.layout import Layout
-from fleetddp.common.payload import Geometry, tensor_over
 from fleetddp.common.task import Task, load
 from fleetddp.common.transport import MEMBER_REASONS, Parent
 from fleetddp.common.transport.backoff import Backoff
 from fleetddp.common.transport.failover import connect
 from fleetddp.common.transport.session import Session
 from fleetddp.common.transport.uplink import Patience
+from fleetddp.common.transport.weights import fetch
 from fleetddp.common.update import NO_VERSION, Kind, Receipt, State, Tier
 from fleetddp.edge.outbox import Nature, Outbox
 from fleetddp.edge.trainer import TRAINERS, Work
@@ -278,24 +276,6 @@ def _sparing() -> Backoff:
 def _costs_little(error: FleetError) -> bool:
     """Whether a push that failed so had not sent the payload for nothing: it goes on where it broke, or was not let in."""
     return isinstance(error, Unreachable) or (isinstance(error, Refused) and error.reason in MEMBER_REASONS)
-
-
-def fetch(parent: Parent, version: int, layout: Layout) -> Tensor:
-    """Pull a version: float32[layout.elements]. ``Refused(WRONG_LAYOUT)`` if it is of another layout."""
-    payload = bytearray()
-
-    def sink(offset: int, data: memoryview) -> None:
-        payload[offset : offset + len(data)] = data
-
-    found = parent.pull(version, (), sink)
-    if found.layout != layout.fingerprint:
-        raise Refused(Reason.WRONG_LAYOUT, f"version {version} has layout {found.layout[:12]}, mine is {layout.fingerprint[:12]}")
-    geometry = Geometry(layout, codecs.get(found.codec))
-    weights = torch.zeros(layout.elements)
-    for start, stop in geometry.required():
-        first, last = geometry.byte_range((start, stop))
-        weights[start:stop] = geometry.decode(tensor_over(memoryview(payload)[first:last]), (start, stop))
-    return weights
 
 
 def run_node(config: FleetConfig, *, name: str) -> None:

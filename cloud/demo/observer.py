@@ -13,7 +13,7 @@ from fleetddp.common.layout import Layout
 from fleetddp.common.transport import Parent
 from fleetddp.common.transport.memory import MemoryFleet
 from fleetddp.common.transport.uplink import Uplink
-from fleetddp.edge.node import fetch
+from fleetddp.common.transport.weights import fetch
 from fleetddp.edge.tasks.digits import Digits
 
 

@@ -14,8 +14,8 @@ from fleetddp.common.clock import SystemClock
 from fleetddp.common.layout import Layout
 from fleetddp.common.publish import save_init
 from fleetddp.common.transport.memory import MemoryFleet
+from fleetddp.common.transport.weights import fetch
 from fleetddp.edge import EdgeNode
-from fleetddp.edge.node import fetch
 
 STEPS = 2
 
