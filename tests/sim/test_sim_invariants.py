@@ -13,7 +13,6 @@ from helpers.synthetic import SyntheticSimulation
 
 from fleetddp.common import admission, aggregator, merge
 from fleetddp.common.aggregator import Aggregator
-from fleetddp.common.config import MergeConfig
 from fleetddp.common.events import Decision, Effect, SliceStaged
 from fleetddp.common.intake import Intake
 from fleetddp.common.journal import Journal
@@ -81,9 +80,9 @@ def test_a_decision_in_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_mean_that_depends_on_who_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def favouring(updates: Iterable[Update], version: int, at: float, reason: str, config: MergeConfig) -> Decision:
+    def favouring(updates: Iterable[Update], *how: Any) -> Decision:
         first, *others = updates
-        return merge.decision_on([replace(first, samples=2 * first.samples), *others], version, at, reason, config)
+        return merge.decision_on([replace(first, samples=2 * first.samples), *others], *how)
 
     monkeypatch.setattr(aggregator, "decision_on", favouring)
     assert broken(fleet()) == {"order"}
