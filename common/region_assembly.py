@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+from fleetddp.common import codecs
+from fleetddp.common.assembly import proxy_of
 from fleetddp.common.clock import Clock
 from fleetddp.common.config import CoordinatorConfig, FleetConfig, StartConfig, UntilConfig, WindowConfig
 from fleetddp.common.driver import Host
-from fleetddp.common.errors import Reason, Refused
+from fleetddp.common.errors import ConfigError, Reason, Refused
 from fleetddp.common.layout import Layout
 from fleetddp.common.recovered import RecoveredRegion
 from fleetddp.common.region_driver import Above, RegionDriver
@@ -76,11 +78,21 @@ def assemble_region(
     host: Host,
     telemetry: Telemetry,
 ) -> RegionDriver:
-    """The driver of a region that has entered its journal, not started. ``config`` is the fleet file. Raises ``StorageError``."""
+    """The driver of a region that has entered its journal, not started. ``config`` is the fleet file.
+
+    Raises ``ConfigError`` (the codec of its partials), ``StorageError``.
+    """
+    try:
+        codecs.get(config.region.codec)
+    except Refused as refusal:
+        raise ConfigError(f"region.codec: {refusal.message}") from refusal
     own = region_config(config)
     aggregator = RegionalAggregator(own, journal.recover(), entered)
     staging = Staging(journal, own.limits)
-    return RegionDriver(aggregator, staging, journal, above, clock=clock, host=host, telemetry=telemetry)
+    driver = RegionDriver(aggregator, staging, journal, above, clock=clock, host=host, telemetry=telemetry)
+    if own.proxy is not None:
+        driver.shelf = proxy_of(own.proxy)[0]
+    return driver
 
 
 def fetch(parent: Parent, number: int, journal: RegionJournal) -> tuple[Version, Layout]:
