@@ -22,7 +22,7 @@ from fleetddp.common.config import SecurityConfig, SiteConfig
 from fleetddp.common.errors import ConfigError
 from fleetddp.common.layout import Layout
 
-SETTINGS = ("sync_every", "codec", "uplink", "wait_s", "overlap", "adopt_every", "warmup_sync_steps", "buffers")
+SETTINGS = ("sync_every", "codec", "uplink", "wait_s", "overlap", "adopt_every", "fragments", "warmup_sync_steps", "buffers")
 
 
 def attach(

@@ -26,7 +26,7 @@ from fleetddp.common.events import ByteRange
 from fleetddp.common.payload import bytes_of
 from fleetddp.common.transport import Parent, Sink
 from fleetddp.common.transport.backoff import Backoff
-from fleetddp.common.update import Interval, Receipt, Slice, State, UpdateHeader
+from fleetddp.common.update import NO_VERSION, Interval, Receipt, Slice, State, UpdateHeader
 
 # An update refused for one of these is dropped, and training goes on from the newest version. Any other refusal would befall
 # every update of this site.
@@ -52,11 +52,16 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errand:
-    """This rank's slice of a version is wanted. ``landing`` says, for the codec it is published in, which bytes and where to."""
+    """This rank's slice of a version is wanted; where the layout is cut, of the fragments that changed after version ``since``.
+
+    ``landing`` says, for the codec it is published in and these fragments, which bytes and where to.
+    """
 
     number: int
     version: int
-    landing: Callable[[str], tuple[tuple[ByteRange, ...], Tensor]]
+    landing: Callable[[str, Sequence[int]], tuple[tuple[ByteRange, ...], Tensor]]
+    fragments: int = 1
+    since: int = NO_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +71,7 @@ class Landed:
     version: int
     codec: str
     data: Tensor
+    fragments: tuple[int, ...] = (0,)  # of which it is the slice
 
 
 class Courier:
@@ -79,6 +85,7 @@ class Courier:
         self._receipt: Receipt | None = None
         self._landed: Landed | None = None
         self._published = ""  # the codec of the run's versions, once known
+        self._brought: tuple[int, ...] = ()
         self._thread = threading.Thread(target=self._work, name="fleetddp-courier", daemon=True)
         self._thread.start()
 
@@ -104,6 +111,11 @@ class Courier:
     def published(self) -> str:
         """The codec that the run's versions are published in; empty before the first errand."""
         return self._published
+
+    @property
+    def brought(self) -> tuple[int, ...]:
+        """The fragments that the last errand brought, which are the same on all ranks."""
+        return self._brought
 
     def close(self) -> None:
         """Stop at once; what is under way is given up."""
@@ -141,6 +153,7 @@ class Courier:
     def _pull(self, errand: Errand) -> None:
         try:
             self._landed = self._persist(lambda: self._fetch(errand))
+            self._brought = self._landed.fragments
         except Refused as error:
             if error.reason is not Reason.UNKNOWN_VERSION:
                 raise
@@ -148,14 +161,18 @@ class Courier:
         self._rendezvous.report(f"pulled/{errand.number}")
 
     def _fetch(self, errand: Errand) -> Landed:
-        if not self._published:  # which bytes are ours depends on it; a run never changes it
-            self._published = self._parent.pull(errand.version, [(0, 1)], lambda offset, data: None).codec
-        ranges, into = errand.landing(self._published)
+        fragments: tuple[int, ...] = (0,)
+        if not self._published or errand.fragments > 1:  # which bytes are ours depends on it; a run never changes its codec
+            about = self._parent.pull(errand.version, [(0, 1)], lambda offset, data: None)
+            self._published = about.codec
+            if errand.fragments > 1:
+                fragments = tuple(i for i, at in enumerate(about.changed) if at > errand.since)
+        ranges, into = errand.landing(self._published, fragments)
         if ranges:
             found = self._parent.pull(errand.version, ranges, _laid_out(ranges, bytes_of(into)))
             if found.codec != self._published:
                 raise FleetError(f"version {found.number} is published in {found.codec}, those before it in {self._published}")
-        return Landed(version=errand.version, codec=self._published, data=into)
+        return Landed(version=errand.version, codec=self._published, data=into, fragments=fragments)
 
     def _persist(self, call: Callable[[], Answer]) -> Answer:
         """Call until it succeeds or a retry cannot help."""

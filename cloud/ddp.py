@@ -23,8 +23,8 @@ class FleetDDP(Participant, DistributedDataParallel):
 
     ``coordinator``: HOST:PORT (default: ``FLEETDDP_COORDINATOR``), or a function that connects a node name to a ``Parent``.
     ``site``: this site's node name (default: ``FLEETDDP_NODE``, else the torchrun job's id or the host name).
-    ``sync_every``, ``codec``, ``uplink``, ``wait_s``, ``overlap``, ``adopt_every``, ``warmup_sync_steps``, ``buffers``: as in the
-    fleet file's ``site`` section (``SiteConfig``).
+    ``sync_every``, ``codec``, ``uplink``, ``wait_s``, ``overlap``, ``adopt_every``, ``fragments``, ``warmup_sync_steps``,
+    ``buffers``: as in the fleet file's ``site`` section (``SiteConfig``).
     ``hierarchy``, ``cross_node``: likewise; gradients are averaged node by node, then between nodes (``hierarchy.py``). "auto":
     where that saves traffic, unless a communication hook was registered before the first training forward.
     ``tier``: "edge" for a group of gateway devices that joins as one edge member, and never founds a run.
@@ -47,6 +47,7 @@ class FleetDDP(Participant, DistributedDataParallel):
         wait_s: float | None = None,
         overlap: str = SiteConfig.model_fields["overlap"].default,
         adopt_every: int = SiteConfig.model_fields["adopt_every"].default,
+        fragments: int = SiteConfig.model_fields["fragments"].default,
         warmup_sync_steps: int = SiteConfig.model_fields["warmup_sync_steps"].default,
         buffers: str = SiteConfig.model_fields["buffers"].default,
         hierarchy: str = SiteConfig.model_fields["hierarchy"].default,
@@ -58,7 +59,8 @@ class FleetDDP(Participant, DistributedDataParallel):
         **kwargs: Any,
     ) -> None:
         settings = {"sync_every": sync_every, "codec": codec, "uplink": uplink, "wait_s": wait_s, "buffers": buffers}
-        settings |= {"overlap": overlap, "adopt_every": adopt_every, "warmup_sync_steps": warmup_sync_steps}
+        settings |= {"overlap": overlap, "adopt_every": adopt_every, "fragments": fragments}
+        settings |= {"warmup_sync_steps": warmup_sync_steps}
         settings |= {"hierarchy": hierarchy, "cross_node": cross_node}
         config = settings_of("FleetDDP", run, settings)
         member = member_of("FleetDDP", coordinator=coordinator, site=site, tier=tier, run=run, security=security)

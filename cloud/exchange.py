@@ -1,6 +1,7 @@
 """What moves at a boundary: this rank's slice of ``base - local`` out, its slice of a version in, and all slices to all ranks.
 
-A rank keeps only its own slice of the weights that the next update counts from (the *anchor*), and of the codec's residual.
+A rank keeps only its own slice of the weights that the next update counts from (the *anchor*), and of the codec's residual. Where
+the layout is cut into fragments (``common/fragments.py``), an update is one fragment, and each is cut among the carriers.
 
 **Local progress.** Where the site trains on while its update travels (``overlap: steps``), a version w arrives when the weights
 are no longer those that were sent. With a the anchor (the weights at the last update, or the version adopted since) and t the
@@ -20,6 +21,7 @@ Local-SGD, 2020). Averaged buffers are those of the version: a running variance 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from fleetddp.cloud.outgoing import Outgoing, Pieces, Residual, on_host
 from fleetddp.common.codecs import Codec, get
 from fleetddp.common.events import ByteRange
+from fleetddp.common.fragments import cut, deal
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry
 from fleetddp.common.update import Interval
@@ -45,23 +48,43 @@ class Exchange:
         group: dist.ProcessGroup,
         device: torch.device,
         carriers: Sequence[int],
+        fragments: int = 1,
     ) -> None:
-        self.layout = layout
+        self.layout, self.fragments = layout, fragments
         self._module, self._group, self._device = module, group, device
         self._out = Geometry(layout, codec)
+        self._cut = cut(layout, fragments)
         self.shares = self.share_out(carriers)
         self.intervals = self.shares[group.rank()]
         self.anchor: Pieces = []
         self._settled: Residual = [None] * len(self.intervals)  # the residual before the last update
         self._last: Outgoing | None = None  # the last update, until its residual has been asked for
+        self._last_fragment = 0  # that it is
         self._before = self._settled
-        self._spare: Pieces = []  # memory of the update before
+        self._spare: dict[int, Tensor] = {}  # memory of earlier updates, by place
         self._sources = dist.get_process_group_ranks(group)
 
     def share_out(self, carriers: Sequence[int]) -> list[tuple[Interval, ...]]:
-        """Which intervals each rank exchanges with the parent, by rank."""
-        shares = dict(zip(carriers, self._out.split(len(carriers)), strict=True))
-        return [shares.get(rank, ()) for rank in range(self._group.size())]
+        """Which intervals each rank exchanges with the parent, by rank; each lies in one fragment."""
+        shares: list[tuple[Interval, ...]] = [()] * self._group.size()
+        for within in self._cut:
+            for rank, part in zip(carriers, deal(within, len(carriers)), strict=True):
+                shares[rank] += part
+        return shares
+
+    def pushers(self, fragment: int) -> list[int]:
+        """The ranks that have a slice of it."""
+        return [rank for rank, own in enumerate(self.shares) if self._places(fragment, own)]
+
+    def part(self, fragment: int) -> tuple[Interval, ...]:
+        """This rank's slice of a fragment."""
+        return tuple(self.intervals[place] for place in self._places(fragment))
+
+    def _places(self, fragment: int, intervals: Sequence[Interval] | None = None) -> list[int]:
+        """Which of this rank's intervals (or of these) lie in a fragment."""
+        own = self.intervals if intervals is None else intervals
+        within = self._cut[fragment]
+        return [place for place, i in enumerate(own) if any(start <= i[0] < stop for start, stop in within)]
 
     # ---- out --------------------------------------------------------------------------------------------------------------
 
@@ -78,32 +101,38 @@ class Exchange:
     def residual(self) -> Residual:
         """What the codec has left out so far, for each interval. Waits until the last update is encoded."""
         if self._last is not None:
-            self._settled, self._last = self._last.residual(), None
+            settled = list(self._settled)
+            for place, left in zip(self._places(self._last_fragment), self._last.residual(), strict=True):
+                settled[place] = left
+            self._settled, self._last = settled, None
         return self._settled
 
     @residual.setter
     def residual(self, residual: Residual) -> None:
         self._settled, self._last = residual, None
 
-    def snapshot(self) -> Outgoing:
+    def snapshot(self, fragment: int = 0) -> Outgoing:
         """This rank's slice of the update, from the anchor to the weights as they are. The one before must have been answered."""
-        self._spare = self._spare or [torch.empty_like(base) for base in self.anchor]
-        for interval, base, out in zip(self.intervals, self.anchor, self._spare, strict=True):
-            self.layout.outgoing(self._module, base, interval, out=out)
-        return Outgoing(self._spare, self.residual, self._encode, self._device)
+        pieces, before, places = [], self.residual, self._places(fragment)
+        for place in places:
+            base = self.anchor[place]
+            if place not in self._spare:
+                self._spare[place] = torch.empty_like(base)
+            pieces.append(self.layout.outgoing(self._module, base, self.intervals[place], out=self._spare[place]))
+        return Outgoing(pieces, [before[place] for place in places], partial(self._encode, places), self._device)
 
-    def _encode(self, index: int, values: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        interval = self.intervals[index]
+    def _encode(self, places: Sequence[int], index: int, values: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        interval = self.intervals[places[index]]
         if interval[0] < self.layout.parameters:
             return self._out.codec.encode_with_feedback(values, before)
         return self._out.encode(values, interval), None
 
-    def commit(self, outgoing: Outgoing) -> None:
-        """``outgoing`` is being sent: the next update starts at the weights as they are."""
+    def commit(self, outgoing: Outgoing, fragment: int = 0) -> None:
+        """``outgoing`` is being sent: the next update of this fragment starts at the weights as they are."""
         self._before = self.residual
-        self._last = outgoing
-        for interval, base in zip(self.intervals, self.anchor, strict=True):
-            self.layout.read(self._module, base, interval)
+        self._last, self._last_fragment = outgoing, fragment
+        for place in self._places(fragment):
+            self.layout.read(self._module, self.anchor[place], self.intervals[place])
 
     def restore_residual(self) -> None:
         """The last update was refused: as if it had never been encoded."""
@@ -124,38 +153,42 @@ class Exchange:
 
     # ---- in ---------------------------------------------------------------------------------------------------------------
 
-    def landing(self, codec: str) -> tuple[tuple[ByteRange, ...], Tensor]:
-        """Which bytes of a version published in ``codec`` this rank fetches, and host memory (u8) for them."""
-        ranges = self._ranges(Geometry(self.layout, get(codec)), self.intervals)
+    def landing(self, codec: str, fragments: Sequence[int] = (0,)) -> tuple[tuple[ByteRange, ...], Tensor]:
+        """Which bytes of these fragments of a version published in ``codec`` this rank fetches, and host memory (u8) for them."""
+        wanted = [i for fragment in fragments for i in self.part(fragment)]
+        ranges = self._ranges(Geometry(self.layout, get(codec)), wanted)
         size = sum(stop - start for start, stop in ranges)
         return ranges, torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
-    def adopt(self, codec: str, landed: Tensor, *, carry: bool) -> None:
-        """Set the module, on all ranks, to the version of which each rank's ``landed`` holds the bytes. A collective.
+    def adopt(self, codec: str, landed: Tensor, *, carry: bool, fragments: Sequence[int] = (0,)) -> None:
+        """Set these fragments, on all ranks, to the version of which each rank's ``landed`` holds the bytes. A collective.
 
         ``carry``: plus this site's progress since the anchor. The slices are broadcast one after another, encoded unless they
         carry progress: a rank needs memory for one slice besides the weights, not for all.
         """
         geometry = Geometry(self.layout, get(codec))
-        anchor: Pieces = []
-        for source, intervals in enumerate(self.shares):
+        own = [place for fragment in fragments for place in self._places(fragment)]
+        anchor = dict(enumerate(self.anchor))
+        for source, share in enumerate(self.shares):
+            intervals = [share[place] for fragment in fragments for place in self._places(fragment, share)]
             if not intervals:
                 continue
-            if source == self._group.rank():
+            mine = source == self._group.rank()
+            if mine:
                 data = landed.to(self._device, non_blocking=True)
-                anchor = self._decode(geometry, data, intervals)
-                values = self._with_progress(anchor) if carry else anchor
+                version = self._decode(geometry, data, intervals)
+                values = self._with_progress(version, own) if carry else version
                 data = _joined(values) if carry else data
+                anchor.update(zip(own, version, strict=True))
             else:
                 size = sum(stop - start for start, stop in (intervals if carry else self._ranges(geometry, intervals)))
                 data = torch.empty(size, dtype=torch.float32 if carry else torch.uint8, device=self._device)
-                values = []
             dist.broadcast(data, self._sources[source], group=self._group)
-            if source != self._group.rank():
+            if not mine:
                 values = _cut(data, intervals) if carry else self._decode(geometry, data, intervals)
             for interval, piece in zip(intervals, values, strict=True):
                 self.layout.write_(self._module, piece, interval)
-        self.anchor = anchor
+        self.anchor = [anchor[place] for place in range(len(self.intervals))]
 
     def _decode(self, geometry: Geometry, data: Tensor, intervals: Sequence[Interval]) -> Pieces:
         values, at = [], 0
@@ -164,12 +197,13 @@ class Exchange:
             at += stop - start
         return values
 
-    def _with_progress(self, version: Pieces) -> Pieces:
+    def _with_progress(self, version: Pieces, places: Sequence[int]) -> Pieces:
         """w + (t - a) of this rank's parameters, w of its buffers."""
         moved: Pieces = []
-        for interval, values, anchor in zip(self.intervals, version, self.anchor, strict=True):
+        for values, place in zip(version, places, strict=True):
+            interval = self.intervals[place]
             if interval[0] < self.layout.parameters:
-                back = self.layout.outgoing(self._module, anchor, interval)  # a - t
+                back = self.layout.outgoing(self._module, self.anchor[place], interval)  # a - t
                 values = torch.sub(values, back, out=back)
             moved.append(values)
         return moved

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from fleetddp.cloud.courier import Courier
@@ -27,9 +28,10 @@ _log = logging.getLogger(__name__)
 
 
 class Lead:
-    """The orders of one site of ``ranks``. ``pushers`` of them have a slice to push, ``carriers`` can reach the parent.
+    """The orders of one site of ``ranks``. ``pushers`` of them have a slice of all to push, ``carriers`` can reach the parent.
 
-    ``carry``: the site trains on while an update travels, and keeps what it learns meanwhile when it adopts a version.
+    ``carry``: the site trains on while an update travels, and keeps what it learns meanwhile when it adopts a version. ``turns``:
+    where an update is one fragment, how many ranks have a slice of each.
     """
 
     def __init__(
@@ -43,10 +45,14 @@ class Lead:
         pushers: int,
         carriers: int,
         carry: bool = False,
+        turns: Sequence[int] = (),
     ) -> None:
         self.session = session
         self._parent, self._rendezvous, self._courier = parent, rendezvous, courier
         self._ranks, self._pushers, self._carriers, self._carry = ranks, pushers, carriers, carry
+        self._turns = tuple(turns) or (pushers,)
+        self._turn: int | None = None  # the fragment that is next
+        self._answers_due = pushers  # to the last update
         self._run = ""
         self._base = NO_VERSION
         self._sequence = 0  # of the last update
@@ -59,11 +65,13 @@ class Lead:
         self._pulling: Order | None = None
         self._finished_at: float | None = None
 
-    def opening(self, layout: Layout, codec: str, tier: Tier, base: int, run: str, awaiting: bool = False) -> Iterator[Order]:
+    def opening(
+        self, layout: Layout, codec: str, tier: Tier, base: int, run: str, awaiting: bool = False, turn: int | None = None
+    ) -> Iterator[Order]:
         """Found the fleet if it has no weights yet, or else adopt its newest version unless the site holds it.
 
         ``base`` and ``run``: the version that the site resumes from and the run it is of, or ``NO_VERSION`` and empty;
-        ``awaiting``: an update based on it was on its way then.
+        ``awaiting``: an update based on it was on its way then; ``turn``: the fragment that was next.
         """
         try:
             joined = self._await_joined(layout)
@@ -72,6 +80,9 @@ class Lead:
                 raise Refused(
                     Reason.UNKNOWN_CODEC, f"run {joined.run!r} takes {', '.join(joined.codecs)}, this site sends {codec}"
                 )
+            if len(self._turns) not in (1, joined.fragments):
+                cuts = f"site.fragments is {len(self._turns)}, run {joined.run!r} has {joined.fragments}"
+                raise Refused(Reason.WRONG_INTERVALS, f"{cuts}; allowed are that, or 1")
             if run not in ("", joined.run):
                 raise Refused(Reason.WRONG_RUN, f"the checkpoint is of run {run!r}, the coordinator's run is {joined.run!r}")
             if NO_VERSION < joined.version < base:
@@ -81,6 +92,7 @@ class Lead:
             self._max_staleness = joined.max_staleness
             if joined.wants_init and tier is Tier.SITE:
                 yield self._send("init")
+            self._turn = turn
             if self._base == NO_VERSION or self._base < self.session.version:
                 yield from self._steer(None, may_push=False)
         except FleetError as error:
@@ -163,11 +175,18 @@ class Lead:
         self._sequence += 1
         self._sent_at = self._base
         self._in_flight = self._held = True
-        return Order(do=do, number=self._sequence)
+        if do == "init":
+            self._answers_due = self._pushers
+            return Order(do=do, number=self._sequence)
+        # Members at one version begin with the same fragment, so that windows hold what all have learnt of one.
+        fragment = (max(self._base, 0) if self._turn is None else self._turn) % len(self._turns)
+        self._turn = fragment + 1
+        self._answers_due = self._turns[fragment]
+        return Order(do=do, number=self._sequence, fragment=fragment)
 
     def _look_for_answers(self) -> None:
         answered, refused = f"answered/{self._sequence}", f"refused/{self._sequence}"
-        if not self._in_flight or self._rendezvous.tally(answered) < self._pushers:
+        if not self._in_flight or self._rendezvous.tally(answered) < self._answers_due:
             return
         self._in_flight = False
         self._refresh = self._refresh or (self._held and self._rendezvous.tally(refused) > 0)
@@ -182,7 +201,7 @@ class Lead:
         if not wanted or (self._in_flight and not at_once):
             return None
         self._pulls += 1
-        self._pulling = Order(do="pull", version=newest, number=self._pulls)
+        self._pulling = Order(do="pull", version=newest, number=self._pulls, whole=self._whole())
         return self._pulling
 
     def _landed(self, pull: Order) -> Order | None:
@@ -193,14 +212,20 @@ class Lead:
         in_vain = self._rendezvous.tally(gone) > 0
         self._rendezvous.drop(done, gone)
         self._pulling = None
-        if in_vain:
+        if in_vain or (self._whole() and not pull.whole):
             return None
-        dropped, forget = self._refresh, pull.version - self._sent_at > self._max_staleness
+        dropped, forget = self._refresh, pull.version - self._sent_at > self._max_staleness * len(self._turns)
         carry = self._carry and not dropped and self._base != NO_VERSION and not self.session.finished
         self._base, self._refresh, self._held = pull.version, False, False
         self.session.base_version = pull.version
         codec = self._courier.published
-        return Order(do="adopt", version=pull.version, codec=codec, dropped=dropped, carry=carry, forget=forget)
+        fragments = self._courier.brought if len(self._turns) > 1 else (0,)
+        order = Order(do="adopt", version=pull.version, codec=codec, dropped=dropped, carry=carry, forget=forget)
+        return replace(order, fragments=fragments)
+
+    def _whole(self) -> bool:
+        """Whether fragments that no version has changed are to be set back, too."""
+        return len(self._turns) > 1 and (self._refresh or bool(self.session.finished))
 
     def _is_over(self) -> bool:
         """Whether the run has ended and nothing more is to be had of it."""

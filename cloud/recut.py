@@ -22,7 +22,9 @@ def joined(owns: Sequence[Own | None], *, counts: bool) -> Own | None:
     pieces.sort(key=lambda piece: piece[0])
     intervals, anchor, residual = ([piece[n] for piece in pieces] for n in range(3))
     samples = sum(own["samples"] for own in known) if counts else 0.0
-    return {**known[0], "intervals": intervals, "anchor": anchor, "residual": residual, "samples": samples}
+    by_fragment = zip(*(own["owed"] for own in known), strict=True)
+    owed = [[sum(n for n, _ in ranks) if counts else 0.0, ranks[0][1]] for ranks in by_fragment]
+    return {**known[0], "intervals": intervals, "anchor": anchor, "residual": residual, "samples": samples, "owed": owed}
 
 
 def recut(own: Own, intervals: Sequence[Interval]) -> Own | None:

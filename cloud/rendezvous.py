@@ -27,15 +27,19 @@ Do = Literal["init", "push", "pull", "adopt", "go", "fail"]
 class Order:
     """What rank 0 tells all ranks, itself included.
 
-    ``init``: push your slice of the first weights, as update ``number``. ``push``: that of what you have learnt. ``pull``: fetch
-    your slice of ``version``. ``adopt``: gather the slices of ``version`` and load them; what was learnt since the last update is
-    lost if ``dropped``, added if ``carry``; the codec's residual is too old to be sent if ``forget``. ``go``: train on; the run is
-    over if ``finished`` says why. ``fail``: raise.
+    ``init``: push your slice of the first weights, as update ``number``. ``push``: that of what you have learnt of ``fragment``.
+    ``pull``: fetch your slice of ``version``: of the fragments that have changed since yours, or of all (``whole``). ``adopt``:
+    gather the slices of the ``fragments`` of ``version`` and load them; what was learnt since the last update is lost if
+    ``dropped``, added if ``carry``; the codec's residual is too old to be sent if ``forget``. ``go``: train on; the run is over
+    if ``finished`` says why. ``fail``: raise.
     """
 
     do: Do
     version: int = NO_VERSION
     number: int = 0  # of an update: its sequence; of a pull: tells it from a repeated one
+    fragment: int = 0
+    fragments: tuple[int, ...] = (0,)
+    whole: bool = False
     codec: str = ""  # of adopt: what the version is published in
     dropped: bool = False
     carry: bool = False
@@ -90,7 +94,7 @@ class Rendezvous:
                 self.report(f"alive/{rank}")
                 sign_at = waited_s + SIGN_S
         fields: dict[str, Any] = json.loads(self._store.get(key))
-        return Order(**fields)
+        return Order(**{**fields, "fragments": tuple(fields["fragments"])})
 
     def forget(self, places: range) -> None:
         """Delete these orders; every rank must have carried them out."""

@@ -12,6 +12,7 @@ all that lies elsewhere. Averaged buffers are not sharded; they are the first ca
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,8 @@ class ShardedExchange(Exchange):
 
     def share_out(self, carriers: Sequence[int]) -> list[tuple[Interval, ...]]:
         """Who exchanges what, by rank."""
+        if self.fragments > 1:
+            raise ConfigError(f"fragments is {self.fragments}: a model under fully_shard sends whole updates (fragments: 1)")
         world, mine, parameters = self._group.size(), self._group.rank(), self.layout.parameters
         self._names, held = shards(self._module, self.layout, self._group)
         shares = own_blocks(held, world, parameters)
@@ -81,13 +84,13 @@ class ShardedExchange(Exchange):
                 self.layout.read(self._module, piece, interval)
         return pieces
 
-    def snapshot(self) -> Outgoing:
+    def snapshot(self, fragment: int = 0) -> Outgoing:
         """This rank's intervals of the update, from the anchor to the weights as they are. A collective."""
         self._now = self.read()
         pieces = [self._back(*both) for both in zip(self.intervals, self.anchor, self._now, strict=True)]
-        return Outgoing(pieces, self.residual, self._encode, self._device)
+        return Outgoing(pieces, self.residual, partial(self._encode, range(len(pieces))), self._device)
 
-    def commit(self, outgoing: Outgoing) -> None:
+    def commit(self, outgoing: Outgoing, fragment: int = 0) -> None:
         """``outgoing`` is being sent: the next update starts at the weights as they are."""
         self._before = self.residual
         self._last = outgoing
@@ -107,14 +110,14 @@ class ShardedExchange(Exchange):
 
     # ---- in ---------------------------------------------------------------------------------------------------------------
 
-    def adopt(self, codec: str, landed: Tensor, *, carry: bool) -> None:
+    def adopt(self, codec: str, landed: Tensor, *, carry: bool, fragments: Sequence[int] = (0,)) -> None:
         """Set the module, on all ranks, to the version of which each rank's ``landed`` holds the bytes. A collective."""
         geometry = Geometry(self.layout, get(codec))
         anchor = self._decode(geometry, landed.to(self._device, non_blocking=True), self.intervals)
-        self._write(self._with_progress(anchor) if carry else anchor)
+        self._write(self._with_progress(anchor, range(len(anchor))) if carry else anchor)
         self.anchor = anchor
 
-    def _with_progress(self, version: Pieces) -> Pieces:
+    def _with_progress(self, version: Pieces, places: Sequence[int]) -> Pieces:
         """w + (t - a) of this rank's parameters, w of its buffers."""
         both = zip(self.intervals, version, self.anchor, self.read(), strict=True)
         return [w if i[0] >= self.layout.parameters else w - self._back(i, anchor, now) for i, w, anchor, now in both]

@@ -20,6 +20,10 @@ The boundary contract; ``tests/integration/test_site_contract.py`` has one test 
                         makes the next update, and waits for nothing more. While a version is awaited every ``adopt_every``-th
                         counted step is a *candidate*: if all slices are there by then, it is adopted, and the local
                         progress since the update is carried on (the equations: ``exchange.py``).
+    fragments           Where the layout is cut into P there is a boundary every ``sync_every / P`` steps, which exchanges one
+                        fragment, in turn: an update covers it alone, with what was learnt of it since its last turn.
+                        Pulled are the fragments that have changed; what is in no update yet of these is carried on as with
+                        ``overlap``. What is dropped is dropped of all.
     synchronous start   Until version ``warmup_sync_steps`` every counted step is a boundary, and none overlaps.
     refused             The update is dropped, the residual before it restored, the newest version adopted. A refusal that
                         would befall every update (layout, codec, identity, ...) is raised on all ranks. A site with values
@@ -42,6 +46,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +68,7 @@ from fleetddp.common.events import Join
 from fleetddp.common.layout import Layout
 from fleetddp.common.transport import Parent
 from fleetddp.common.transport.session import Session
-from fleetddp.common.update import NO_VERSION, Kind, State, UpdateHeader, UpdateId
+from fleetddp.common.update import NO_VERSION, Fragment, Interval, Kind, State, UpdateHeader, UpdateId
 
 DIVERGED = (
     "%s: a value is inf or nan: training has diverged. Its progress since version %d is dropped and the newest version adopted; "
@@ -79,6 +84,15 @@ class _Told(NamedTuple):
     samples: float
     seconds: float  # spent on them
     finite: bool
+
+
+@dataclass(slots=True)
+class _Owed:
+    """What is behind the next update of a fragment."""
+
+    steps: int = 0  # counted
+    samples: float = 0.0
+    seconds: float = 0.0  # spent on them
 
 
 class Site:
@@ -101,7 +115,7 @@ class Site:
         self._run = member.run
         self.started = False
         self.boundaries = 0
-        self.samples = 0.0  # seen by this rank since the last update
+        self.samples = 0.0  # seen by this rank since the last boundary
         self.counter = StepCounter(module, optimizers)
         self.layout = Layout.from_module(module, buffers=config.buffers)
         self._module, self._member, self._config = module, member, config
@@ -115,8 +129,8 @@ class Site:
         self._courier: Courier | None = None
         self._place = 0  # of the next order
         self._forgotten = 0  # orders before this one are no longer in the store
-        self._steps = 0  # counted steps behind the next update
-        self._seconds = 0.0  # spent on them
+        self._owed = [_Owed() for _ in range(config.fragments)]  # until the last boundary; by fragment
+        self._turn: int | None = None  # the fragment that is next; None: the version decides
         self._awaiting = False  # a version, after the last update
         self._trained_since = time.monotonic()
 
@@ -146,7 +160,7 @@ class Site:
 
     @property
     def _sync_every(self) -> int:
-        return 1 if self.version < self._config.warmup_sync_steps else self._config.sync_every
+        return 1 if self.version < self._config.warmup_sync_steps else self._config.sync_every // self._config.fragments
 
     @property
     def _overlaps(self) -> bool:
@@ -198,9 +212,14 @@ class Site:
         roster = muster(self._member, self._config, self._group, self._device)
         self._node, self._incarnation = roster.node, roster.incarnation
         self._exchange = self._exchange_type(
-            self._module, self.layout, self._codec, group=self._group, device=self._device, carriers=roster.carriers
+            self._module,
+            self.layout,
+            self._codec,
+            group=self._group,
+            device=self._device,
+            carriers=roster.carriers,
+            fragments=self._config.fragments,
         )
-        self._pushers = [rank for rank, share in enumerate(self._exchange.shares) if share]
         self._exchange.share_buffers()
         self._rendezvous = Rendezvous.of(self._group, f"fleetddp/{roster.incarnation}")
         self.started = True
@@ -218,7 +237,8 @@ class Site:
         base, run = (NO_VERSION, "") if self._restored is None else (self._restored[0]["version"], self._restored[0]["run"])
         self._take_up()
         lead = self._lead
-        self._follow(lead.opening(self.layout, self._codec.spec, self._member.tier, base, run, self._awaiting) if lead else None)
+        where = base, run, self._awaiting, self._turn
+        self._follow(lead.opening(self.layout, self._codec.spec, self._member.tier, *where) if lead else None)
         if self.version == NO_VERSION:  # the checkpoint's is still the newest
             self.version = base
 
@@ -233,7 +253,7 @@ class Site:
         )
         self._session = Session(parent, join)
         self._session.start()
-        ranks, pushers = self._group.size(), len(self._pushers)
+        ranks, pushers = self._group.size(), sum(map(bool, self._exchange.shares))
         return Lead(
             parent,
             self._session,
@@ -242,7 +262,8 @@ class Site:
             ranks=ranks,
             pushers=pushers,
             carriers=carriers,
-            carry=self._config.overlap == "steps",
+            carry=self._config.overlap == "steps" or self._config.fragments > 1,
+            turns=[len(self._exchange.pushers(fragment)) for fragment in range(self._config.fragments)],
         )
 
     def _take_up(self) -> None:
@@ -252,7 +273,10 @@ class Site:
             return
         alike, own = restored
         exchange = self._exchange
-        self._steps, self._awaiting = int(alike["steps"]), bool(alike["awaiting"])
+        self._turn, self._awaiting = alike["turn"], bool(alike["awaiting"])
+        if len(alike["steps"]) == len(self._owed):
+            for owed, steps in zip(self._owed, alike["steps"], strict=True):
+                owed.steps = int(steps)
         if own is not None and (own := recut(own, exchange.intervals)) is None:
             _log.warning("the checkpoint lacks some ranks' parts: the residual of the codec is lost")
         if own is None:
@@ -260,14 +284,20 @@ class Site:
             return
         exchange.residual = [None if r is None else r.to(self._device) for r in own["residual"]]
         exchange.anchor = [a.to(self._device) for a in own["anchor"]]
-        self.samples, self._seconds = own["samples"], own["seconds"]
+        self.samples = own["samples"]
+        if len(own["owed"]) == len(self._owed):
+            for owed, (samples, seconds) in zip(self._owed, own["owed"], strict=True):
+                owed.samples, owed.seconds = samples, seconds
 
     # ---- a boundary -----------------------------------------------------------------------------------------------------------
 
     def _boundary(self) -> None:
         self.boundaries += 1
-        self._steps += self.counter.count
-        self._seconds += time.monotonic() - self._trained_since
+        for owed in self._owed:
+            owed.steps += self.counter.count
+            owed.samples += self.samples
+            owed.seconds += time.monotonic() - self._trained_since
+        self.samples = 0.0
         self.counter.restart()
         with self._together():
             self._follow(self._lead.orders(self._config.wait_s, overlap=self._overlaps) if self._lead else None)
@@ -295,12 +325,11 @@ class Site:
         match order.do:
             case "init":
                 initial = self._exchange.initial()
-                self._push(self._header(Kind.INIT, "float32", order.number), 1.0, lambda: initial)
+                self._push(self._header(Kind.INIT, "float32", order.number), 1.0, lambda: initial, self._exchange.intervals)
             case "push":
-                self._push_progress(order.number)
+                self._push_progress(order.number, order.fragment)
             case "pull":
-                if self._courier is not None:
-                    self._courier.pull(Errand(number=order.number, version=order.version, landing=self._exchange.landing))
+                self._pull(order)
             case "adopt":
                 self._adopt(order)
             case "go":
@@ -311,43 +340,61 @@ class Site:
                 self._close()
                 raise Refused(Reason(order.reason), order.message) if order.reason else FleetError(order.message)
 
-    def _push_progress(self, sequence: int) -> None:
+    def _pull(self, order: Order) -> None:
+        """Begin to fetch this rank's slice of a version."""
+        since = NO_VERSION if order.whole else self.version
+        if self._courier is not None:
+            errand = Errand(
+                number=order.number,
+                version=order.version,
+                landing=self._exchange.landing,
+                fragments=self._config.fragments,
+                since=since,
+            )
+            self._courier.pull(errand)
+
+    def _push_progress(self, sequence: int, fragment: int) -> None:
         """Begin to push this rank's slice of the site's update, unless a rank has values that are not finite."""
         self._exchange.share_buffers()
-        outgoing = self._exchange.snapshot()
-        told = self._tell(finite=outgoing.finite())
+        owed, self._turn = self._owed[fragment], fragment + 1
+        outgoing = self._exchange.snapshot(fragment)
+        told = self._tell(owed, finite=outgoing.finite())
         if all(t.finite for t in told):
             if sum(t.samples for t in told) <= 0:
                 raise ConfigError("no samples were counted since the last update: call model.count_samples(n) once a batch")
             seconds = told[0].seconds  # the header is the same on all ranks
-            header = self._header(Kind.DELTA, self._codec.spec, sequence, steps=self._steps, seconds=seconds)
-            self._push(header, self._samples_of_stream(told), outgoing.payload)
-            self._exchange.commit(outgoing)
+            of = Fragment(fragment, self._config.fragments) if self._config.fragments > 1 else None
+            header = self._header(Kind.DELTA, self._codec.spec, sequence, steps=owed.steps, seconds=seconds, fragment=of)
+            samples = self._samples_of_stream(told, self._exchange.pushers(fragment))
+            self._push(header, samples, outgoing.payload, self._exchange.part(fragment))
+            self._exchange.commit(outgoing, fragment)
         else:
             if self._group.rank() == 0:
                 _log.error(DIVERGED, self._node, self.version)
             if self._lead is not None:
                 self._lead.not_sent()
         self._awaiting = True
-        self._progress_is_settled()
+        self._owed[fragment] = _Owed()
 
-    def _tell(self, *, finite: bool) -> list[_Told]:
+    def _tell(self, owed: _Owed, *, finite: bool) -> list[_Told]:
         """What all ranks tell, by rank: the one collective before the network."""
-        mine = _Told(self.samples, self._seconds, finite)
+        mine = _Told(owed.samples, owed.seconds, finite)
         row = torch.tensor(mine, dtype=torch.float64, device=self._device)
         rows = [torch.empty_like(row) for _ in range(self._group.size())]
         dist.all_gather(rows, row, group=self._group)
         return [_Told(samples, seconds, bool(flag)) for samples, seconds, flag in torch.stack(rows).tolist()]
 
-    def _samples_of_stream(self, told: list[_Told]) -> float:
+    def _samples_of_stream(self, told: list[_Told], pushers: list[int]) -> float:
         """This rank's samples; those of ranks without a slice go with the first stream."""
         rank = self._group.rank()
-        others = sum(t.samples for r, t in enumerate(told) if r not in self._pushers) if rank == self._pushers[0] else 0.0
+        others = sum(t.samples for r, t in enumerate(told) if r not in pushers) if rank == pushers[0] else 0.0
         return told[rank].samples + others
 
-    def _push(self, header: UpdateHeader, samples: float, payload: Callable[[], memoryview]) -> None:
-        if self._courier is not None and self._exchange.intervals:
-            self._courier.push(Parcel(header=header, intervals=self._exchange.intervals, samples=samples, payload=payload))
+    def _push(
+        self, header: UpdateHeader, samples: float, payload: Callable[[], memoryview], intervals: tuple[Interval, ...]
+    ) -> None:
+        if self._courier is not None and intervals:
+            self._courier.push(Parcel(header=header, intervals=intervals, samples=samples, payload=payload))
 
     def _header(self, kind: Kind, codec: str, sequence: int, **measured: Any) -> UpdateHeader:
         return UpdateHeader(
@@ -366,14 +413,14 @@ class Site:
         receipt = self._courier.take_receipt() if self._courier is not None else None
         if receipt is None or receipt.state is not State.REFUSED:
             return
-        if self._group.rank() == self._pushers[0] and receipt.reason not in (Reason.INIT_TAKEN, Reason.FINISHED):
+        if self._group.rank() == 0 and receipt.reason not in (Reason.INIT_TAKEN, Reason.FINISHED):
             _log.warning("update %s was refused (%s): %s", receipt.update_id, receipt.reason, receipt.message)
         self._exchange.restore_residual()
 
     def _adopt(self, order: Order) -> None:
         landed = self._courier.take_landed() if self._courier is not None else None
         data = torch.empty(0, dtype=torch.uint8) if landed is None else landed.data
-        self._exchange.adopt(order.codec, data, carry=order.carry)
+        self._exchange.adopt(order.codec, data, carry=order.carry, fragments=order.fragments)
         at_the_start = self.version == NO_VERSION
         self.version, self._awaiting = order.version, False
         if order.forget:
@@ -383,7 +430,8 @@ class Site:
 
     def _progress_is_settled(self) -> None:
         """It was sent or dropped: what is counted next belongs to the next update."""
-        self.samples, self._steps, self._seconds = 0.0, 0, 0.0
+        self.samples = 0.0
+        self._owed = [_Owed() for _ in self._owed]
 
     def _finish(self, reason: str) -> None:
         """The run is over: leave, so that the coordinator need not wait for us."""
@@ -401,7 +449,8 @@ class Site:
             "version": self.version,
             "boundaries": self.boundaries,
             "count": self.counter.count,
-            "steps": self._steps,
+            "steps": [owed.steps for owed in self._owed],
+            "turn": self._turn,
             "awaiting": self._awaiting,
             "run": self._run,
         }
@@ -410,7 +459,7 @@ class Site:
             "anchor": [a.cpu() for a in exchange.anchor],
             "residual": [None if r is None else r.cpu() for r in exchange.residual],
             "samples": self.samples,
-            "seconds": self._seconds,
+            "owed": [[owed.samples, owed.seconds] for owed in self._owed],
         }
         return alike, own
 

@@ -102,6 +102,7 @@ class Trainer:
             wait_s=site.wait_s,
             overlap=site.overlap,
             adopt_every=site.adopt_every,
+            fragments=site.fragments,
             warmup_sync_steps=site.warmup_sync_steps,
             buffers=site.buffers,
             hierarchy=site.hierarchy,
@@ -210,6 +211,20 @@ def _fingerprint(sample: Any, digest: int = 0) -> int:
     return int(google_crc32c.extend(digest, repr(sample).encode()))
 
 
+def _meeting() -> dict[str, Any]:
+    """Where the ranks meet, as arguments of ``init_process_group``.
+
+    An agent of torchrun may keep one store over all restarts. There ranks would find the addresses of processes that are gone,
+    and wait for them (torch 2.13, Gloo); so each restart has a prefix of its own.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, world, is_master=False)
+    prefix = f"fleetddp/restart/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    return {"store": dist.PrefixStore(prefix, store), "rank": rank, "world_size": world}
+
+
 def main(arguments: list[str]) -> int:
     """Run one rank; returns the exit code."""
     log_to_terminal()
@@ -222,7 +237,7 @@ def main(arguments: list[str]) -> int:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if on_gpu else "gloo")
+        dist.init_process_group("nccl" if on_gpu else "gloo", **_meeting())
         try:
             Trainer(config, device).run()
         finally:

@@ -58,6 +58,15 @@ ARMS: dict[str, dict[str, str]] = {
     "H20_overlap": {"every": "20", "overlap": "steps"},
     "H100_overlap": {"every": "100", "overlap": "steps"},
     "H20_int8_bf16_overlap": {"every": "20", "codec": "int8", "publish": "bfloat16", "overlap": "steps"},
+    "H20_fragments": {"every": "20", "fragments": "4"},
+    "H20_int8_bf16_fragments_overlap": {
+        "every": "20",
+        "codec": "int8",
+        "publish": "bfloat16",
+        "fragments": "4",
+        "overlap": "steps",
+    },
+    "H100_fragments_overlap": {"every": "100", "fragments": "4", "overlap": "steps"},
     "H20_momentum": {"every": "20", "outer": "diloco"},
     "H100_momentum": {"every": "100", "outer": "diloco"},
     "H20_momentum_warm": {"every": "20", "outer": "diloco", "warmup": "100"},
@@ -102,7 +111,8 @@ def site_rank(job: gpt.Job) -> None:
     inner, optimizer = gpt.made(job.seed)
     job.warm_up(inner, text.training)
     given = {name: settings[name] for name in ("codec", "overlap") if name in settings}
-    numbers = {ours: int(settings[name]) for name, ours in (("warmup", "warmup_sync_steps"),) if name in settings}
+    counts = {"warmup": "warmup_sync_steps", "fragments": "fragments"}
+    numbers = {ours: int(settings[name]) for name, ours in counts.items() if name in settings}
     every, address = int(settings["every"]), settings["address"]
     model = FleetDDP(
         inner, coordinator=address, site=f"site-{job.rank}", sync_every=every, gradient_as_bucket_view=True, **given, **numbers
@@ -124,7 +134,7 @@ def site_rank(job: gpt.Job) -> None:
 def exchanges(settings: dict[str, str], steps: int) -> int:
     """How many versions after the first one ``steps`` steps make."""
     warm = min(int(settings.get("warmup", "0")), steps)
-    return warm + (steps - warm) // int(settings["every"])
+    return warm + (steps - warm) // (int(settings["every"]) // int(settings.get("fragments", "1")))
 
 
 def _drained(reader: Any, version: int) -> dict[str, Any]:
@@ -203,6 +213,7 @@ def _coordinator(settings: dict[str, str], folder: Path) -> Iterator[str]:
         window={"preset": "sync", "quorum": None, "require": None, "grace_s": None, "min_updates": RANKS, "deadline_s": 120.0},
         publish=settings.get("publish", "float32"),
         outer={"preset": settings.get("outer", "average")},
+        site={"fragments": int(settings.get("fragments", "1")), "sync_every": int(settings["every"])},
     )
     config = on_port(config, free_port())
     with commands() as start:

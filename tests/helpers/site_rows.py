@@ -522,6 +522,30 @@ def _published(row: Row, number: int) -> Tensor:
         return file.weights((0, layout.parameters), torch.empty(layout.parameters)).double()
 
 
+@row(site={"fragments": 4, "sync_every": 8})
+def fragments(row: Row) -> dict[str, Any]:
+    """One site alone, plain averaging: a rank's slice is a part of each fragment; all learn as under DDP."""
+    module = models.wide()
+    plain = DistributedDataParallel(copy.deepcopy(module))
+    model = row.wrap(module, sync_every=8, fragments=4, overlap="steps", adopt_every=1)
+    optimizer, alone = (torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, plain))
+    row.seed()
+    spread = []
+    for _ in range(20):
+        data = batch()
+        step(model, optimizer, data=data)
+        step(plain, alone, data=data)
+        spread.append(apart(model))
+    deltas = [(h.fragment.index, s.intervals) for h, s, _ in row.spies[0].pushed if h.fragment is not None]
+    return {
+        "difference": float((vector(module) - vector(plain.module)).abs().max()),
+        "apart": max(spread),
+        "turns": [index for index, _ in deltas],
+        "elements": {str(index): intervals for index, intervals in deltas},
+        "boundaries": model.boundaries,
+    }
+
+
 @row()
 def synchronous_start(row: Row) -> dict[str, Any]:
     model = row.wrap(models.wide(), sync_every=3, warmup_sync_steps=2)

@@ -165,6 +165,15 @@ def test_overlap(seen: dict[str, Seen]) -> None:
         assert (steps, samples, next_steps, next_samples) == (4, 16.0, 4, 16.0)
 
 
+def test_fragments_take_turns(seen: dict[str, Seen]) -> None:
+    rows = seen["fragments"]
+    assert all((rank["boundaries"], rank["apart"]) == (10, 0.0) and rank["difference"] < 1e-6 for rank in rows)
+    pushed = [tuple(i) for rank in rows for own in rank["elements"].values() for i in own]
+    assert sorted(pushed) == [(0, 512), (512, 1024), (1024, 1536), (1536, 2048), (2048, 2407)]  # five blocks: 1, 1, 1 and 2
+    by_turn = {turn for rank in rows for turn in rank["turns"]}
+    assert by_turn == {0, 1, 2, 3}
+
+
 def test_a_run_starts_synchronously(seen: dict[str, Seen]) -> None:
     for rank in seen["synchronous_start"]:
         assert rank["versions"] == [1, 2, 2, 2, 3, 3, 3, 4]

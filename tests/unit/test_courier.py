@@ -135,7 +135,7 @@ def test_a_fault_of_ours_ends_training_on_all_ranks(bench: Any) -> None:
 
 
 def landing(ranges: tuple[ByteRange, ...]) -> Any:
-    def lay(codec: str) -> tuple[tuple[ByteRange, ...], Tensor]:
+    def lay(codec: str, fragments: Sequence[int]) -> tuple[tuple[ByteRange, ...], Tensor]:
         assert codec == "int8"
         return ranges, torch.empty(sum(stop - start for start, stop in ranges), dtype=torch.uint8)
 

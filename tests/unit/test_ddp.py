@@ -136,6 +136,7 @@ def test_close_leaves(fleet: Fleet) -> None:
 
 def test_a_model_that_is_dropped_leaves(fleet: Fleet) -> None:
     one = fleet()
+    gc.collect()  # what earlier tests have left
     hooks = len(_global_optimizer_post_hooks)
     model: FleetDDP | None = FleetDDP(models.wide(), coordinator=one.connect, site="lab")
     assert len(_global_optimizer_post_hooks) == hooks + 1

@@ -21,7 +21,7 @@ def own(*intervals: tuple[int, int], samples: float = 0.0, lossless: bool = Fals
         "anchor": [ANCHOR[a:b].clone() for a, b in intervals],
         "residual": [None if lossless else RESIDUAL[a:b].clone() for a, b in intervals],
         "samples": samples,
-        "seconds": 2.0,
+        "owed": [[samples, 2.0], [2 * samples, 3.0]],
     }
 
 
@@ -48,6 +48,8 @@ def test_any_cut_to_any_other(before: list[int], after: list[int]) -> None:
 def test_only_one_rank_takes_the_samples_over() -> None:
     ranks = [own((0, 512), samples=3.0), own((512, 1024), samples=4.0)]
     assert [joined(ranks, counts=counts)["samples"] for counts in (True, False)] == [7.0, 0.0]
+    assert joined(ranks, counts=True)["owed"] == [[7.0, 2.0], [14.0, 3.0]]
+    assert joined(ranks, counts=False)["owed"] == [[0.0, 2.0], [0.0, 3.0]]
 
 
 def test_what_a_machine_took_with_it() -> None:
