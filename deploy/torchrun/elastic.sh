@@ -10,7 +10,7 @@ set -euo pipefail
 if [ $# -ne 3 ]; then sed -n '2,8p' "$0" >&2; exit 2; fi
 fleet=$1
 export FLEETDDP_NODE=$2
-# torch shares one store between rounds; a machine that comes in a later round looks in vain for its address (seen with 2.13).
+# torchrun shares one store between rounds: a machine that comes in a later one looks in vain for its address (torch 2.13).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 exec "${TORCHRUN:-torchrun}" \

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import get_rank
 from torch.utils.data import Dataset, TensorDataset
 
 from fleetddp.cloud import FleetDDP
@@ -30,4 +34,20 @@ class Killed(LineTask):
             if self.left == 0:
                 raise KeyboardInterrupt
             self.left -= 1
+        return super().loss(model, batch)
+
+
+class KilledOnce(LineTask):
+    """Its rank 1 is killed before its batch number ``at``, once: the file ``flag`` says that it was."""
+
+    def __init__(self, *, at: int, flag: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.left, self.flag = at, Path(flag)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if isinstance(model, FleetDDP):
+            self.left -= 1
+            if self.left == 0 and get_rank() == 1 and not self.flag.exists():
+                self.flag.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(model, batch)

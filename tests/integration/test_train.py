@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from helpers.fleet import fleet_config, running
 from helpers.one_rank import process_group, vector
 
-from fleetddp.cloud.train import Trainer
+from fleetddp.cloud.train import Trainer, _meeting
 from fleetddp.common.config import parse
 from fleetddp.common.errors import ConfigError
 
@@ -32,19 +33,24 @@ def settings(address: str, folder: Path, target: str, **site: Any) -> dict[str, 
     }
 
 
+def torchrun(settings: dict[str, Any], folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks on one machine."""
+    file = folder / "fleet.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+    return subprocess.run(
+        [*command, "-m", "fleetddp.cloud.train", str(file)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), "FLEETDDP_NODE": "lab"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
 def test_two_ranks_train_a_task_until_the_run_ends(tmp_path: Path) -> None:
     with running(fleet_config(tmp_path, until={"versions": 3})) as coordinator:
-        file = tmp_path / "fleet.yaml"
-        file.write_text(yaml.safe_dump(settings(coordinator.address, tmp_path, "helpers.site_tasks:SameForAll")))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        done = subprocess.run(
-            [*command, "-m", "fleetddp.cloud.train", str(file)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), "FLEETDDP_NODE": "lab"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = torchrun(settings(coordinator.address, tmp_path, "helpers.site_tasks:SameForAll"), tmp_path)
         assert done.returncode == 0, done.stderr[-4000:]
         status = coordinator.status()
     assert status["version"] == 3
@@ -52,6 +58,33 @@ def test_two_ranks_train_a_task_until_the_run_ends(tmp_path: Path) -> None:
     assert list(status["scores"]["2"]) == ["loss"]  # rank 0 evaluates each version it adopts
     assert "ranks 0 and 1 see the same samples (8 of the first 8)" in done.stderr
     assert (tmp_path / "checkpoint" / "000000000003" / "manifest.json").exists()
+
+
+def test_a_site_that_lost_a_rank_is_started_again(tmp_path: Path) -> None:
+    """Killed two batches after the boundary of three, from which the ranks go on."""
+    with running(fleet_config(tmp_path, until={"versions": 3})) as coordinator:
+        target = f"helpers.site_tasks:KilledOnce?{{at: 6, flag: {tmp_path / 'killed'}}}"
+        done = torchrun(settings(coordinator.address, tmp_path, target), tmp_path, "--max-restarts", "1")
+        assert done.returncode == 0, done.stderr[-4000:]
+        status = coordinator.status()
+    assert (tmp_path / "killed").exists()
+    assert f"resumed from the checkpoint {tmp_path / 'checkpoint' / '000000000001'}, version 1" in done.stderr
+    assert (status["version"], status["counters"]["merged"]) == (3, 3)
+
+
+def test_each_restart_meets_in_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's store holds what the ranks before the restart have left in it."""
+    agents = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    surroundings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agents.port), "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in {**surroundings, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    _meeting()["store"].set("address", "127.0.0.1:1")
+    assert _meeting()["store"].check(["address"])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not _meeting()["store"].check(["address"])
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert _meeting() == {}
 
 
 @pytest.fixture(scope="module")
