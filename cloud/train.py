@@ -102,6 +102,7 @@ class Trainer:
             wait_s=site.wait_s,
             overlap=site.overlap,
             adopt_every=site.adopt_every,
+            fragments=site.fragments,
             warmup_sync_steps=site.warmup_sync_steps,
             buffers=site.buffers,
             hierarchy=site.hierarchy,
