@@ -14,15 +14,13 @@ from types import FrameType
 
 from fleetddp.common.config import FleetConfig
 from fleetddp.common.errors import ConfigError
-from fleetddp.common.layout import Layout
-from fleetddp.common.predictor import Gate, ModulePredictor, Served
+from fleetddp.common.predictor import Gate, Served
 from fleetddp.common.task import Task
 from fleetddp.common.transport import Parent
 from fleetddp.common.transport.failover import connect
-from fleetddp.common.transport.follower import Follower
+from fleetddp.common.transport.follower import supply
 from fleetddp.common.transport.inference_server import ServerThread
 from fleetddp.common.transport.uplink import Patience
-from fleetddp.common.transport.weights import fetch
 
 LOOK_S = 0.5  # how often ``run`` looks for what a person must mend
 
@@ -36,15 +34,17 @@ class Inference:
     """
 
     def __init__(self, config: FleetConfig, task: Task, *, name: str, parent: Parent | None = None) -> None:
-        self._task, self._device = task, config.serve.device
-        self._layout = Layout.from_module(task.model())
         gate = Gate.of_task(config.serve.gate, task)
         if gate is None:
             _log.info("serve.gate names no metric: every version is taken into service")
         self.served = Served(gate)
-        self._parent = parent or _parent(config, name)
-        self._server = ServerThread(self.served, config.serve, config.security, allow=config.members.allow)
-        self._follower = Follower(self._parent, name, self._take)
+        parent = parent or _parent(config, name)
+        self._follower = supply(self.served, task, parent, node=name, device=config.serve.device)
+        try:
+            self._server = ServerThread(self.served, config.serve, config.security, allow=config.members.allow)
+        except BaseException:
+            self._follower.close()
+            raise
         self._follower.start()
         _log.info("%s listens on port %d", name, self.port)
 
@@ -63,16 +63,9 @@ class Inference:
         self._follower.close()
         self._server.stop()
 
-    def _take(self, version: int) -> None:
-        """Pull a version and offer it for service, beside the one that answers meanwhile."""
-        model = self._task.model()
-        self._layout.write_(model, fetch(self._parent, version, self._layout))
-        if self.served.offer(ModulePredictor(model, self._device), version):
-            _log.info("version %d is in service", version)
-
 
 def run(config: FleetConfig, task: Task, *, name: str) -> None:
-    """Serve until SIGTERM, or Ctrl-C (then ``KeyboardInterrupt``). Raises what a person must mend while nothing is in service."""
+    """Serve until SIGTERM, or Ctrl-C (then ``KeyboardInterrupt``). Raises what a person must mend."""
     with _signals() as (stopped, signals):
         inference = Inference(config, task, name=name)
         try:

@@ -1,8 +1,8 @@
 """When to compute which waiting requests together, and which to send away: a state machine that is told the time.
 
-Requests of one sample shape are put together, whole, in the order of their arrival: a batch is due when ``max_batch`` samples wait, or the
-oldest request has waited ``max_wait_s``. What cannot be answered in time is refused at once, while the caller can still do
-something else (load shedding); the time a batch takes is learnt from those before it.
+Requests of one sample shape are put together, whole, in the order of their arrival: a batch is due when ``max_batch`` samples
+wait, or the oldest request has waited ``max_wait_s``. What cannot be answered in time is refused at once, while the caller can
+still do something else (load shedding); the time a batch takes is learnt from those before it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Batcher:
         self.queued += waiting.rows
 
     def take(self, now: float) -> list[Waiting]:
-        """The batch due now, which is being computed until ``computed``; empty if none is due. Drops what is of no use any more."""
+        """The batch due now, which is being computed until ``computed``; empty if none is due. Drops what is of no use now."""
         if self._computing:
             return []
         self._drop(now)

@@ -92,9 +92,8 @@ class Gate:
             measured = task.evaluate(predictor.module)
             predictor.module.eval()
             if metric not in measured:
-                raise ConfigError(
-                    f"gate.metric: the task's evaluate gives no {metric!r}; it gives: {', '.join(measured) or 'none'}"
-                )
+                given = ", ".join(measured) or "none"
+                raise ConfigError(f"serve.gate.metric: the task's evaluate gives no {metric!r}; it gives: {given}")
             return float(measured[metric])
 
         return cls(measure, tolerance=config.tolerance, higher_is_better=config.better == "higher")
@@ -109,7 +108,7 @@ class Gate:
 
 
 class Served:
-    """The model in service, which is a predictor itself. A swap drops nothing: who has begun to answer ends with the model he has.
+    """The model in service, which is a predictor itself. A swap drops nothing: an answer that was begun ends with its model.
 
     Raises ``Refused(NO_VERSION)`` as long as there is none.
     """
@@ -126,7 +125,7 @@ class Served:
         return self._current[1] if self._current is not None else NO_VERSION
 
     def offer(self, candidate: Predictor, version: int) -> bool:
-        """Take a model into service unless the gate keeps it out; whether it was taken. From any thread; others go on answering."""
+        """Take a model into service unless the gate keeps it out; whether it was taken. Others go on answering meanwhile."""
         with self._swapping:
             if self._gate is not None:
                 verdict = self._gate.judge(candidate)

@@ -8,19 +8,22 @@ import threading
 from collections.abc import Callable
 
 from fleetddp.common.errors import FleetError, Reason, Refused, Unreachable
+from fleetddp.common.predictor import ModulePredictor, Served
+from fleetddp.common.task import Task
 from fleetddp.common.transport import Parent
 from fleetddp.common.transport.backoff import Backoff
+from fleetddp.common.transport.weights import fetch
 from fleetddp.common.update import NO_VERSION
 
 _log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Calls ``take(version)``, in a thread of its own, for the newest version whenever there is a newer one than the last taken.
+    """Calls ``take(version)``, in a thread of its own, for the newest version whenever it is another than the last one taken.
 
-    ``take`` may ask the parent itself; where the parent is lost meanwhile, or a version is gone, it is tried again, with growing waits.
-    A refusal that no retry can mend, and whatever else ``take`` raises, ends the follower: see ``failure``. The end of the run ends
-    it too (``finished``). ``close`` closes ``parent``.
+    ``take`` may ask the parent itself; where the parent is lost meanwhile, or a version is gone, it is tried again, with growing
+    waits. A refusal that no retry can mend, and whatever else ``take`` raises, ends the follower: see ``failure``. The end of the
+    run ends it too (``finished``). ``close`` closes ``parent``.
     """
 
     def __init__(self, parent: Parent, node: str, take: Callable[[int], None], *, rng: random.Random | None = None) -> None:
@@ -50,16 +53,16 @@ class Follower:
                 self._follow()
                 lost = ""
             except Exception as error:
-                if _passes(error):
-                    if not self._stopped.is_set() and str(error) != lost:
-                        _log.warning("%s: %s", self._node, error)
-                    lost = str(error)
-                    self._stopped.wait(self._backoff.delay())
-                    continue
-                if not self._stopped.is_set():
-                    _log.error("%s follows no more versions: %s", self._node, error, exc_info=not isinstance(error, FleetError))
-                    self.failure = error
-                return
+                if not _passes(error):
+                    if not self._stopped.is_set():
+                        unknown = not isinstance(error, FleetError)
+                        _log.error("%s follows no more versions: %s", self._node, error, exc_info=unknown)
+                        self.failure = error
+                    return
+                if not self._stopped.is_set() and str(error) != lost:
+                    _log.warning("%s: %s", self._node, error)
+                lost = str(error)
+            self._stopped.wait(self._backoff.delay())
 
     def _follow(self) -> None:
         """Until the news stream breaks, or ends with the run."""
@@ -71,6 +74,18 @@ class Follower:
                 self.version = news.version
             self._backoff.reset()
             self.finished = news.finished
+
+
+def supply(served: Served, task: Task, parent: Parent, *, node: str, device: str = "cpu") -> Follower:
+    """A follower that offers ``served`` each version of ``task``'s model; not started yet."""
+
+    def take(version: int) -> None:
+        model, layout = task.model(), parent.layout()
+        layout.write_(model, fetch(parent, version, layout))
+        if served.offer(ModulePredictor(model, device), version):
+            _log.info("version %d is in service", version)
+
+    return Follower(parent, node, take)
 
 
 def _passes(error: Exception) -> bool:

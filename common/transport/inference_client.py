@@ -42,11 +42,10 @@ class RemotePredictor:
         credentials = channel_credentials(security)
         self.address = address
         self._tls, self._node, self._timeout_s = credentials is not None, node, timeout_s
-        self._channel = (
-            grpc.insecure_channel(address, _OPTIONS)
-            if credentials is None
-            else grpc.secure_channel(address, credentials, _OPTIONS)
-        )
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, _OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, _OPTIONS)
         self._stub: Any = InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def __call__(self, inputs: Tensor) -> Tensor:

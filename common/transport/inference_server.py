@@ -1,7 +1,7 @@
 """The gRPC face of a model in service (protos/inference.proto): calls in, batches out, all on one event loop.
 
-The loop moves messages and decides (``Batcher``); one thread computes. What is in service may change at any time: a batch ends with
-the model it began with.
+The loop moves messages and decides (``Batcher``); one thread computes. What is in service may change at any time: a batch ends
+with the model it began with.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Batching:
         self.samples = self.batches = self.shed = 0
 
     async def predict(self, inputs: torch.Tensor, deadline: float = math.inf) -> Prediction:
-        """Answers for f32[n, ...]; ``deadline`` is in the loop's time. Raises ``Refused(OVERLOADED)``, and what the model raises."""
+        """Answers for f32[n, ...]; ``deadline`` in the loop's time. Raises ``Refused(OVERLOADED)``, and what the model raises."""
         answer: asyncio.Future[Prediction] = self._loop.create_future()
         waiting = Waiting(inputs, deadline, gone=answer.done)
         try:
@@ -213,7 +213,7 @@ def _serialize(message: Any) -> bytes:
 class ServerThread:
     """An ``InferenceServer`` on an event loop in a thread of its own: for a device's own service, or two stages on two nodes.
 
-    with ServerThread(Served.of(predictor), config.serve, config.security) as server: ...  # server.port
+    with ServerThread(served, config.serve, config.security, allow=config.members.allow) as server: ...  # server.port
     """
 
     def __init__(self, served: Served, config: ServeConfig, security: SecurityConfig, *, allow: Sequence[str] = ("*",)) -> None:
@@ -223,7 +223,11 @@ class ServerThread:
 
         async def begin() -> tuple[InferenceServer, int]:
             server = InferenceServer(served, config, security, allow=allow)
-            return server, await server.start()
+            try:
+                return server, await server.start()
+            except BaseException:
+                await server.stop(0.0)
+                raise
 
         try:
             self.server, self.port = self._run(begin())

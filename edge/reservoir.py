@@ -1,0 +1,272 @@
+"""Hard samples that are kept, with consent and for a time, to become new proxy data.
+
+A bounded uniform sample without replacement of all different samples offered: each has a key, the SHA-256 of the seed and its
+content, and those of the smallest keys are kept (reservoir sampling by random keys: Vitter 1985; Efraimidis and Spirakis 2006
+with equal weights). The key depends on nothing but the content, so that the order of arrival, repeats and restarts change
+nothing, and two nodes' reservoirs of one seed merge into the sample of both. What has expired makes room for what comes
+then, whatever its key; the sample is uniform again when that has been displaced.
+
+One SQLite file holds it all; what is removed from it is overwritten in it (``secure_delete``). What is too old is removed
+whenever the reservoir is opened, added to or read: while nobody does, it lies there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fleetddp.common.clock import Clock, SystemClock
+from fleetddp.common.errors import ConfigError
+from fleetddp.common.inference_config import HardSamplesConfig
+from fleetddp.common.stored import storage
+
+LabelSource = Callable[[Tensor], "int | None"]  # a person, a slow sensor: the class of f32[...]; None: not known (yet)
+
+_FILE = "reservoir.db"
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS samples (
+    digest TEXT PRIMARY KEY, key TEXT NOT NULL UNIQUE, at REAL NOT NULL, hardness REAL NOT NULL, data BLOB NOT NULL,
+    teacher BLOB, label INTEGER);
+CREATE INDEX IF NOT EXISTS by_age ON samples (at);
+"""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HardSample:
+    """One kept sample."""
+
+    inputs: Tensor  # f32[...]
+    digest: str  # SHA-256 of its shape and values, in hex
+    at: float  # when it was first offered, seconds since the epoch
+    hardness: float
+    teacher: Tensor | None  # f32[classes]: what the cloud's model answered then
+    label: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class HardSamples:
+    """A reservoir's content at one moment, by digest: the same samples are the same items, in the same order, everywhere."""
+
+    items: tuple[HardSample, ...]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> HardSample:
+        return self.items[index]
+
+    @property
+    def inputs(self) -> Tensor:
+        """f32[n, ...]."""
+        return torch.stack([item.inputs for item in self.items]) if self.items else torch.empty(0)
+
+    @property
+    def labels(self) -> Tensor:
+        """int64[n]; -1 where there is none."""
+        return torch.tensor([-1 if item.label is None else item.label for item in self.items], dtype=torch.int64)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the items' digests, in hex: the name of this set. Labels do not count."""
+        return hashlib.sha256("".join(item.digest for item in self.items).encode()).hexdigest()
+
+
+class Reservoir:
+    """At most ``keep`` samples of one shape in ``folder``, none older than the retention. Safe to use from several threads.
+
+    Raises ``ConfigError`` without consent, or where the folder holds samples of another seed; ``StorageError`` when the disk
+    refuses.
+    """
+
+    def __init__(self, folder: Path, config: HardSamplesConfig, *, seed: int = 0, clock: Clock | None = None) -> None:
+        if not config.consent or config.retention_hours is None:
+            raise ConfigError("cascade.hard_samples.consent is false: nothing may be kept")
+        self._config, self._seed, self._clock = config, seed, clock or SystemClock()
+        self._retention_s = 3600.0 * config.retention_hours
+        self._lock = threading.Lock()
+        with storage(f"cannot open the reservoir in {folder}"):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._db = sqlite3.connect(folder / _FILE, timeout=1.0, check_same_thread=False, isolation_level=None)
+            try:
+                for pragma in ("secure_delete=ON", "locking_mode=EXCLUSIVE", "synchronous=FULL"):
+                    self._db.execute(f"PRAGMA {pragma}")
+                self._db.executescript(_SCHEMA)
+                self._agree("seed", str(seed))
+                self._retain(self._clock.now())
+            except BaseException:
+                self._db.close()
+                raise
+
+    def close(self) -> None:
+        """Release the file; the samples stay."""
+        with self._lock:
+            self._db.close()
+
+    # ---- what comes in ------------------------------------------------------------------------------------------------------
+
+    def add(self, samples: Tensor, hardness: Tensor, teacher: Tensor | None = None) -> int:
+        """Offer f32[k, ...], their hardness f32[k], and f32[k, classes] of a teacher; how many are kept that were not before.
+
+        It is an ``on_hard`` of ``Cascade``. A sample offered again gets the teacher's answer if it has none. Not finite ones are
+        passed over. ``ConfigError`` for another shape than the first.
+        """
+        kept = 0
+        with self._lock, storage("cannot keep hard samples"), self._db:
+            now = self._clock.now()
+            self._db.execute("BEGIN IMMEDIATE")
+            self._agree("shape", json.dumps(list(samples.shape[1:])))
+            self._retain(now)
+            for i, sample in enumerate(samples):
+                if bool(sample.isfinite().all()):
+                    kept += self._offer(sample, float(hardness[i]), None if teacher is None else teacher[i], now)
+        return kept
+
+    def _offer(self, sample: Tensor, hardness: float, teacher: Tensor | None, now: float) -> int:
+        data, digest = _bytes(sample), digest_of(sample)
+        answer = None if teacher is None else _bytes(teacher)
+        key = self._key("keep", digest)
+        found = self._db.execute("UPDATE samples SET teacher = coalesce(teacher, ?) WHERE digest = ?", (answer, digest))
+        if found.rowcount:
+            return 0
+        if self._count() >= self._config.keep:
+            largest = self._db.execute("SELECT max(key) FROM samples").fetchone()[0]
+            if key > largest:
+                return 0
+            self._db.execute("DELETE FROM samples WHERE key = ?", (largest,))
+        row = (digest, key, now, hardness, data, answer)
+        self._db.execute("INSERT INTO samples (digest, key, at, hardness, data, teacher) VALUES (?, ?, ?, ?, ?, ?)", row)
+        return 1
+
+    # ---- labels -------------------------------------------------------------------------------------------------------------
+
+    def label(self, digest: str, label: int) -> bool:
+        """Someone found out a sample's class; whether it is still kept."""
+        if label < 0:
+            raise ConfigError(f"a label is {label}; classes are counted from 0")
+        with self._lock, storage("cannot store a label"):
+            return bool(self._db.execute("UPDATE samples SET label = ? WHERE digest = ?", (label, digest)).rowcount)
+
+    def ask(self, source: LabelSource) -> int:
+        """Ask ``source`` about the share of samples that is to be labelled, oldest first, each once it is old enough.
+
+        Which samples that are follows from the seed and their content. Returns how many labels came; about a sample that
+        ``source`` does not know it is asked again next time.
+        """
+        due = self._clock.now() - self._config.label_after_s
+        share = int(self._config.label_share * 2**32)
+        came = 0
+        for item in sorted(self.snapshot().items, key=lambda item: (item.at, item.digest)):
+            if item.label is None and item.at <= due and int(self._key("label", item.digest)[:8], 16) < share:
+                label = source(item.inputs)
+                came += label is not None and self.label(item.digest, label)
+        return came
+
+    # ---- what is there --------------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> HardSamples:
+        """What is kept now, in memory; what is too old is removed first."""
+        with self._lock, storage("cannot read the reservoir"):
+            self._retain(self._clock.now())
+            shape = json.loads(self._fact("shape") or "[]")
+            rows = self._db.execute("SELECT digest, at, hardness, data, teacher, label FROM samples ORDER BY digest").fetchall()
+        items = (
+            HardSample(_tensor(data).reshape(shape), digest, at, hardness, None if answer is None else _tensor(answer), label)
+            for digest, at, hardness, data, answer, label in rows
+        )
+        return HardSamples(tuple(items))
+
+    def __len__(self) -> int:
+        with self._lock, storage("cannot read the reservoir"):
+            self._retain(self._clock.now())
+            return self._count()
+
+    def remove(self, digests: Sequence[str]) -> None:
+        """Keep these no longer: somebody took his consent back, or they were used."""
+        with self._lock, storage("cannot remove hard samples"):
+            self._db.executemany("DELETE FROM samples WHERE digest = ?", [(digest,) for digest in digests])
+
+    # ---- within ---------------------------------------------------------------------------------------------------------------
+
+    def _retain(self, now: float) -> None:
+        self._db.execute("DELETE FROM samples WHERE at < ?", (now - self._retention_s,))
+        over = self._count() - self._config.keep  # the fleet file may allow fewer than it did
+        if over > 0:
+            self._db.execute("DELETE FROM samples WHERE key IN (SELECT key FROM samples ORDER BY key DESC LIMIT ?)", (over,))
+
+    def _key(self, purpose: str, digest: str) -> str:
+        return hashlib.sha256(f"{self._seed}/{purpose}/{digest}".encode()).hexdigest()
+
+    def _count(self) -> int:
+        return int(self._db.execute("SELECT count(*) FROM samples").fetchone()[0])
+
+    def _fact(self, name: str) -> str | None:
+        row = self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def _agree(self, name: str, value: str) -> None:
+        """Note a fact, or raise ``ConfigError`` where it is noted otherwise."""
+        noted = self._fact(name)
+        if noted is None:
+            self._db.execute("INSERT INTO facts (name, value) VALUES (?, ?)", (name, value))
+        elif noted != value:
+            raise ConfigError(f"hard samples: the reservoir is of {name} {noted}, not {value}; remove it, or use another folder")
+
+    def __enter__(self) -> Reservoir:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def open_reservoir(config: HardSamplesConfig, node: str, *, seed: int = 0, clock: Clock | None = None) -> Reservoir | None:
+    """A node's reservoir where the fleet file has consent; without, None, and what was kept before is erased."""
+    folder = config.state / node
+    if config.consent:
+        return Reservoir(folder, config, seed=seed, clock=clock)
+    erase(folder)
+    return None
+
+
+def erase(folder: Path) -> None:
+    """Remove a reservoir and all that it kept."""
+    if not (folder / _FILE).exists():
+        return
+    with storage(f"cannot erase the hard samples in {folder}"):
+        with sqlite3.connect(folder / _FILE, isolation_level=None) as db:
+            db.execute("PRAGMA secure_delete=ON")
+            db.execute("DELETE FROM samples")
+        db.close()
+        for name in (_FILE, f"{_FILE}-wal", f"{_FILE}-shm"):
+            (folder / name).unlink(missing_ok=True)
+        with suppress(OSError):  # something else of the user's lies there
+            folder.rmdir()
+    _log.info("there is no consent (any more) to keep hard samples: those in %s are erased", folder)
+
+
+def digest_of(sample: Tensor) -> str:
+    """SHA-256 of a sample's shape and float32 values, in hex."""
+    head = json.dumps(list(sample.shape)).encode()
+    return hashlib.sha256(head + _bytes(sample)).hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().numpy().astype("<f4", copy=False).tobytes()
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype="<f4").astype(np.float32))
