@@ -20,7 +20,7 @@ from fleetddp.cloud.roster import Member
 from fleetddp.cloud.sharded import ShardedExchange, is_sharded, shards
 from fleetddp.common.config import SecurityConfig, SiteConfig
 from fleetddp.common.errors import ConfigError
-from fleetddp.common.layout import Layout
+from fleetddp.common.layout import Layout, unwrap
 
 SETTINGS = ("sync_every", "codec", "uplink", "wait_s", "overlap", "adopt_every", "fragments", "warmup_sync_steps", "buffers")
 
@@ -56,17 +56,18 @@ def attach(
 
 
 class Attached(Participant):
-    """What ``attach`` returns."""
+    """What ``attach`` returns. A ``Checkpoint`` takes it as it takes a ``FleetDDP``, unless its parameters are sharded."""
 
     def __init__(
         self, module: nn.Module, member: Member, config: SiteConfig, optimizer: Optimizers, group: dist.ProcessGroup
     ) -> None:
-        device = next((p.device for p in module.parameters() if p.requires_grad), torch.device("cpu"))
-        sharded = is_sharded(module)
-        if sharded:
-            shards(module, Layout.from_module(module), group)  # raises
-        exchange = ShardedExchange if sharded else Exchange
-        self._enter(module, member, config, optimizer, group=group, device=device, exchange=exchange)
+        self.module, self.process_group = unwrap(module), group
+        self.device = next((p.device for p in module.parameters() if p.requires_grad), torch.device("cpu"))
+        self.sharded = is_sharded(module)
+        if self.sharded:
+            shards(self.module, Layout.from_module(module), group)  # raises
+        exchange = ShardedExchange if self.sharded else Exchange
+        self._enter(self.module, member, config, optimizer, group=group, device=self.device, exchange=exchange)
         # Before fully_shard's own hook, which gathers the parameters that a start may set. It keeps this object alive.
         self._hook = module.register_forward_pre_hook(self._forward, prepend=True, with_kwargs=True)
 

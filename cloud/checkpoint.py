@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from fleetddp.cloud.recut import joined
 from fleetddp.cloud.rendezvous import Rendezvous, polls
 from fleetddp.common.errors import ConfigError, StorageError
 from fleetddp.common.layout import unwrap
+
+if TYPE_CHECKING:
+    from fleetddp.cloud.attached import Attached  # importing it takes torch's FSDP with it
 
 FORMAT = 1
 WRITE_S = 3600.0  # for all ranks to write a checkpoint: longer than any disk takes; who has not by then is gone with its machine
@@ -62,10 +65,16 @@ class _Found(NamedTuple):
 class Checkpoint:
     """Checkpoints of ``model`` and ``objects`` (``optimizer=...``, ``scheduler=...``, ``sampler=...``) in ``directory``.
 
-    All ranks make it with the same names; an object's state is the same on all ranks. The newest ``keep`` are kept.
+    All ranks make it with the same names; an object's state is the same on all ranks. The newest ``keep`` are kept. Raises
+    ``ConfigError`` for a model that is sharded.
     """
 
-    def __init__(self, directory: str | Path, model: FleetDDP, *, keep: int = 2, **objects: Stateful) -> None:
+    def __init__(self, directory: str | Path, model: FleetDDP | Attached, *, keep: int = 2, **objects: Stateful) -> None:
+        if getattr(model, "sharded", False):
+            raise ConfigError(
+                "Checkpoint: no rank holds the whole of a model under fully_shard; save it by torch.distributed.checkpoint. A "
+                "site that is started again adopts the fleet's newest version"
+            )
         self._directory = Path(directory)
         self._model, self._objects, self._keep = model, objects, keep
         self._group, self._device = model.process_group, model.device
@@ -86,7 +95,7 @@ class Checkpoint:
         common = {
             "format": FORMAT,
             "site": alike,
-            "model": dict(unwrap(self._model).state_dict()),
+            "model": dict(unwrap(self._model.module).state_dict()),
             "objects": {name: thing.state_dict() for name, thing in self._objects.items()},
         }
         _require_plain(common["objects"], "objects")
@@ -170,7 +179,7 @@ class Checkpoint:
             held, given = sorted(common["objects"]), sorted(self._objects)
             raise ConfigError(f"the checkpoint holds the states of {held}, but Checkpoint(...) was given {given}")
         try:
-            unwrap(self._model).load_state_dict(common["model"])
+            unwrap(self._model.module).load_state_dict(common["model"])
         except RuntimeError as error:
             raise ConfigError(f"the checkpoint is of another model: {error}") from None
         for name, thing in self._objects.items():

@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from fleetddp.cloud import FleetDDP, attach
+from fleetddp.cloud import Checkpoint, FleetDDP, attach
+from fleetddp.cloud.attached import Attached
 from fleetddp.common.errors import ConfigError
 from fleetddp.common.transport.uplink import Patience
 from helpers import models
@@ -197,6 +198,40 @@ def half_precision() -> dict[str, Any]:
         norms = [float(torch.cat(member.site._exchange.snapshot()._pieces).abs().max())]
         member.close()
     return {"norms": norms, "version": member.version, "spies": len(spies)}
+
+
+@row
+def checkpoints() -> dict[str, Any]:
+    """A site that was closed goes on from its checkpoint; of a sharded model there is none."""
+    with fleet() as (connect, _):
+
+        def site() -> tuple[nn.Module, Attached, torch.optim.Optimizer, Checkpoint]:
+            model = DistributedDataParallel(models.wide())
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            member = attach(model, optimizer, coordinator=connect, site="lab", sync_every=2, codec="int8")
+            return model, member, optimizer, Checkpoint(OUT / "checkpoints", member, optimizer=optimizer)
+
+        model, member, optimizer, checkpoint = site()
+        train(model, optimizer)
+        checkpoint.save()
+        saved, residual = vector(model), member.site._exchange.residual
+        member.close()
+        model, member, optimizer, checkpoint = site()
+        loaded = checkpoint.load()
+        member.start()
+        again = member.site._exchange.residual
+        seen = {
+            "loaded": loaded,
+            "moved": float((vector(model) - saved).abs().max()),
+            "residual": all(torch.equal(a, b) for a, b in zip(residual, again, strict=True)),
+            "version": member.version,
+        }
+        member.close()
+        try:
+            Checkpoint(OUT / "sharded", attach(fully_shard(models.wide()), coordinator=connect, site="lab"))
+        except ConfigError as error:
+            seen["sharded"] = str(error)
+    return seen
 
 
 @row

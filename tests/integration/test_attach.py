@@ -80,6 +80,14 @@ def test_half_precision_weights_send_no_rounding(seen: dict[str, Seen]) -> None:
         assert rank["version"] == 1
 
 
+def test_checkpoints(seen: dict[str, Seen]) -> None:
+    for rank in seen["checkpoints"]:
+        assert rank["loaded"]
+        assert rank["residual"]
+        assert (rank["moved"], rank["version"]) == (0.0, 3)
+        assert "no rank holds the whole of a model under fully_shard" in rank["sharded"]
+
+
 def test_anything_else_is_refused_by_name(seen: dict[str, Seen]) -> None:
     for rank in seen["refused"]:
         assert rank["partly"].startswith("parameter '2.weight' is not sharded, others are")
