@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from fleetddp.common.distill_config import DistillConfig
 from fleetddp.common.errors import ConfigError
 from fleetddp.common.inference_config import CascadeConfig, ServeConfig
 from fleetddp.common.sections import Address, host_port
@@ -180,21 +181,17 @@ class OuterConfig(Section):
 
 
 class WorkConfig(Section):
-    """How much a member does for one update (work.py)."""
+    """How much an edge node does for one update (work.py). One whose own file fixes its steps (``edge.steps``) keeps them, and so
+    does a site (``site.sync_every``)."""
 
     steps: Literal["fixed", "adaptive"] = "fixed"  # adaptive: so many local steps that fast and slow members arrive together
     min_steps: PositiveInt = 1
     max_steps: Annotated[int, Field(gt=0, lt=2**31)] = 100
-    tiers: tuple[Tier, ...] = (
-        Tier.EDGE,
-    )  # whose members are told; one whose own settings fix its steps (``edge.steps``) keeps them
 
     @model_validator(mode="after")
-    def _bounds_of_leaves(self) -> WorkConfig:
+    def _bounds_in_order(self) -> WorkConfig:
         if self.min_steps > self.max_steps:
             raise ValueError(f"min_steps ({self.min_steps}) is more than max_steps ({self.max_steps})")
-        if Tier.REGION in self.tiers:
-            raise ValueError("tiers: a region makes no steps; allowed are site, edge")
         return self
 
 
@@ -355,6 +352,7 @@ class TrackConfig(Section):
 
     kind: Kind | None = None
     proxy: ProxyConfig | None = None
+    distill: DistillConfig | None = None
     include: tuple[str, ...] | None = None
     members: MembersConfig | None = None
     window: WindowConfig | None = None
@@ -377,6 +375,7 @@ class FleetConfig(Section):
     tracks: dict[NodeName, TrackConfig] = Field(default={})
     kind: Kind = "weights"
     proxy: ProxyConfig | None = None  # of kind logits
+    distill: DistillConfig = DistillConfig()  # of kind logits
     include: tuple[str, ...] = ()  # shell patterns of the tensors that are exchanged; none: all that can be
     coordinator: CoordinatorConfig = CoordinatorConfig()
     security: SecurityConfig = SecurityConfig()
@@ -399,7 +398,7 @@ class FleetConfig(Section):
 
     @model_validator(mode="after")
     def _work_is_counted_in_steps(self) -> FleetConfig:
-        if self.work.steps == "adaptive" and Tier.EDGE in self.work.tiers and self.edge.update == "gradient":
+        if self.work.steps == "adaptive" and self.edge.update == "gradient":
             raise ValueError("work.steps: adaptive is for local steps, and edge.update: gradient makes none")
         return self
 
@@ -414,8 +413,14 @@ class FleetConfig(Section):
                 raise ValueError("publish: int8 is for weights; of kind logits allowed are prob16, float32, bfloat16")
             if self.merge.share != "samples":
                 raise ValueError("merge.share is for weights; of kind logits, proxy.by_tier keeps the tiers apart")
+            if self.outer != OuterConfig() or self.start != StartConfig():
+                raise ValueError("start and outer are for weights: a track of soft labels starts empty, and takes no outer step")
+            if self.region.codec != "float64":
+                raise ValueError(f"region.codec: {self.region.codec} is for weights; sums of soft labels travel in float64")
             if self.include:
                 raise ValueError("include names tensors of a model: of kind logits there are none")
+            if self.proxy is not None:
+                self.distill.check(self.proxy.classes, by_tier=self.proxy.by_tier)
         return self
 
     @model_validator(mode="after")
@@ -454,12 +459,15 @@ class FleetConfig(Section):
             given.setdefault("merge", self.merge.model_copy(update={"share": "samples"}))
             given.setdefault("include", ())
             given.setdefault("start", StartConfig())
+            given.setdefault("outer", OuterConfig())
         merged = {key: getattr(self, key) for key in self.model_fields_set if key != "tracks"} | given
         merged["coordinator"] = self.coordinator.model_copy(update={"journal": self.coordinator.journal / name})
         for section in {"site", "region", "edge"} & set(merged):
             merged[section] = merged[section].model_copy(update={"track": ""})
-        if given.get("kind") == "logits" and "site" in merged:
-            merged["site"] = merged["site"].model_copy(update={"fragments": 1})
+        if given.get("kind") == "logits":
+            for section, change in (("site", {"fragments": 1}), ("region", {"codec": "float64"})):
+                if section in merged:
+                    merged[section] = merged[section].model_copy(update=change)
         return FleetConfig.model_validate(merged)
 
 

@@ -1,4 +1,4 @@
-"""How much each member is to do: local steps for its next unit of work, so that fast and slow arrive together (design §4).
+"""How much each edge node is to do: local steps for its next unit of work, so that fast and slow arrive together (design §4).
 
 What a member's updates show is its *speed*: the seconds of a step, and those that pass besides (to pull, to wait, to push). A
 unit of b steps takes it ``besides + b * step`` seconds, so that with the fleet file's bounds it can arrive at any time between
@@ -91,7 +91,7 @@ class Work:
 
     def learn(self, known: Speed | None, header: UpdateHeader, joined_at: float, now: float) -> Speed | None:
         """The speed of a member, of which an update was accepted; it has been in the run since ``joined_at``."""
-        usable = self._adaptive and header.tier in self._config.tiers and header.kind is Kind.DELTA
+        usable = self._adaptive and header.tier is Tier.EDGE and header.kind is Kind.DELTA
         if not usable or not header.steps or not header.seconds > 0:
             return known
         speed = known or Speed(header.seconds / header.steps)
@@ -123,7 +123,7 @@ class Work:
 
     def steps(self, tier: Tier, speed: Speed | None, base_version: int, now: float) -> int:
         """For the next unit of work of a member that trains from ``base_version`` now; 0: as its own settings say."""
-        if not self._adaptive or tier not in self._config.tiers:
+        if not self._adaptive or tier is not Tier.EDGE:
             return 0
         if speed is None or self.pace_s is None:
             return self._config.min_steps

@@ -193,7 +193,7 @@ class Simulation:
         edge, site = self.world.config.edge, self.world.config.site
         if section.tier is Tier.SITE:
             codec, wait_s, max_owed = site.codec, site.wait_s, math.inf
-            steps, batch, epoch, pinned = site.sync_every, section.samples, held, False
+            steps, batch, epoch, pinned = site.sync_every, section.samples, held, True
         else:
             codec, wait_s, max_owed = edge.codec, None, edge.max_outbox
             batch, epoch, pinned = edge.batch_size, section.samples if held is None else held, edge.steps is not None

@@ -133,7 +133,7 @@ def test_the_pace_is_looked_for_when_enough_has_changed() -> None:
 @pytest.mark.parametrize(
     "update",
     [
-        header("site", 0, 2, 1.0, tier=Tier.SITE),  # not among the tiers
+        header("site", 0, 2, 1.0, tier=Tier.SITE),  # it keeps its ``sync_every``
         header("edge", 0, 1, 1.0, kind=Kind.GRADIENT),
         header("edge", 0, 2, 0.0),
         header("edge", 0, 2, float("nan")),
@@ -149,14 +149,12 @@ def test_fixed_work_tells_nobody_anything() -> None:
     assert work.published(1, [], 1, now=2.0) == ""
     assert work.steps(Tier.EDGE, None, 1, 2.0) == 0
     assert Work(ADAPTIVE).steps(Tier.SITE, None, 0, 0.0) == 0
-    assert Work(WorkConfig(steps="adaptive", tiers=(Tier.SITE,))).steps(Tier.SITE, None, 0, 0.0) == 1
 
 
 @pytest.mark.parametrize(
     ("section", "said"),
     [
         ({"work": {"min_steps": 5, "max_steps": 4}}, "min_steps"),
-        ({"work": {"tiers": ["region"]}}, "a region makes no steps"),
         ({"work": {"steps": "adaptive"}, "edge": {"update": "gradient"}}, "gradient makes none"),
     ],
 )
