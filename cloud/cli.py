@@ -27,6 +27,7 @@ app = typer.Typer(
 
 FleetFile = Annotated[Path, typer.Argument(metavar="FLEET.YAML", help="The fleet file.", show_default=False)]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Allow plaintext beyond loopback.")]
+Track = Annotated[str, typer.Option(help="Which track's model, where the fleet has several.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
@@ -74,6 +75,46 @@ def edge(
 
     log_to_terminal()
     run_node(_load(fleet, insecure=insecure), name=name)
+
+
+@app.command(epilog="Example: fleetddp serve fleet.yaml --name cloud-1")
+def serve(
+    fleet: FleetFile,
+    name: Annotated[str, typer.Option(help="This server's node id: its certificate's common name.", show_default=False)],
+    listen: Annotated[str, typer.Option(help="HOST:PORT to bind, instead of the fleet file's.", show_default=False)] = "",
+    track: Track = "",
+    insecure: Insecure = False,
+) -> None:
+    """Answer with the fleet's model, each version as it is published, until SIGTERM."""
+    from fleetddp.cloud.inference import run
+    from fleetddp.common.task import load
+    from fleetddp.common.telemetry import log_to_terminal
+
+    log_to_terminal()
+    config = _serving(_load(fleet, insecure=insecure), track, listen)
+    assert config.task is not None
+    run(config, load(config.task), name=name)
+
+
+@app.command(epilog="Example: fleetddp export fleet.yaml --format onnx --out model.onnx")
+def export(
+    fleet: FleetFile,
+    out: Annotated[Path, typer.Option(help="The file to write.", show_default=False)],
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors, pt2 (torch.export) or onnx.")] = "safetensors",
+    version: Annotated[int, typer.Option(help="Its number; -1: the newest.")] = -1,
+    track: Track = "",
+    name: Annotated[str, typer.Option(help="My node id: my certificate's common name.")] = "export",
+    journal: Annotated[bool, typer.Option("--journal", help="Read the journal here, when the coordinator has ended.")] = False,
+    insecure: Insecure = False,
+) -> None:
+    """Write a version as a file for devices, checked against the model."""
+    from fleetddp.cloud.export import export_version
+
+    config = _serving(_load(fleet, insecure=insecure), track)
+    done = export_version(config, format, out, version=version, node=name, from_journal=journal)
+    typer.echo(
+        f"{done.path}: version {done.version}, {done.bytes} bytes; largest difference from the model {done.difference:.2g}"
+    )
 
 
 @app.command(epilog="Example: fleetddp status 127.0.0.1:7070 --watch")
@@ -151,6 +192,16 @@ def _load(path: Path, *, insecure: bool = False, listen: str = "") -> FleetConfi
         config = config.model_copy(update={"security": security})
     if listen:
         config = config.model_copy(update={"coordinator": config.coordinator.model_copy(update={"listen": listen})})
+    return config
+
+
+def _serving(config: FleetConfig, track: str, listen: str = "") -> FleetConfig:
+    """The fleet file as the track whose model is asked for sees it, with the command line's changes."""
+    changes = {key: value for key, value in (("track", track), ("listen", listen)) if value}
+    config = config.model_copy(update={"serve": config.serve.model_copy(update=changes)})
+    config = config.for_track(config.serve.track)
+    if config.task is None:
+        raise ConfigError("task: there is no model without a Task; give task.target in the fleet file")
     return config
 
 

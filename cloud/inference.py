@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from types import FrameType
 
 from fleetddp.common.config import FleetConfig
-from fleetddp.common.errors import ConfigError
 from fleetddp.common.predictor import Gate, Served
 from fleetddp.common.task import Task
 from fleetddp.common.transport import Parent
@@ -107,11 +106,3 @@ def _signals() -> Iterator[tuple[threading.Event, list[int]]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def check_task(config: FleetConfig) -> FleetConfig:
-    """The fleet file as the served track sees it; ``ConfigError`` where it names no task."""
-    config = config.for_track(config.serve.track)
-    if config.task is None:
-        raise ConfigError("task: a model in service needs a Task; give task.target in the fleet file")
-    return config

@@ -3,6 +3,9 @@
 A task is an ordinary class; it inherits from nothing and registers nowhere. The fleet file names it and passes it its arguments::
 
     task: {target: "mine.mnist:Task", args: {lr: 0.05}}
+
+Two methods more are used where they are there: ``scheduler(optimizer)`` (cloud/train.py), and ``example()``, at least two inputs
+of the model as one tensor f32[n, ...], which ``fleetddp export`` needs.
 """
 
 from __future__ import annotations

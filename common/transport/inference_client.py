@@ -54,7 +54,7 @@ class RemotePredictor:
 
     def predict(self, inputs: Tensor, timeout_s: float) -> Prediction:
         """Answers for f32[n, ...] within ``timeout_s``; what does not fit one request goes in several at once."""
-        parts = inputs.split(tensors.rows_at_once(inputs))
+        parts = torch.split(inputs, tensors.rows_at_once(inputs))
         requests = [pb.InferRequest(node=self._node, inputs=tensors.pack(part)) for part in parts]
         calls: list[Any] = []
         try:

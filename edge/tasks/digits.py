@@ -71,6 +71,10 @@ class Digits:
                 nn.Linear(512, CLASSES),
             )
 
+    def example(self) -> Tensor:
+        """The first held-out images, f32[8, 64]: what ``fleetddp export`` traces the model with."""
+        return self.test.tensors[0][:8]
+
     def data(self, member: str, index: int, count: int) -> Dataset[Any]:
         """What a member holds, or one part of it."""
         if member not in self._data:
