@@ -13,6 +13,8 @@ MAX_RECEIPTS = 256  # kept for a watcher that does not take them; a heartbeat's 
 class Watcher:
     """One watch stream's mailbox. ``notify`` is called when there is something to take."""
 
+    __slots__ = ("_news", "_notify", "_receipts", "node")
+
     def __init__(self, node: str, notify: Callable[[], None]) -> None:
         self.node = node
         self._notify = notify

@@ -11,6 +11,8 @@ class Backoff:
     The jitter keeps a fleet that lost its coordinator at one moment from coming back at one moment.
     """
 
+    __slots__ = ("_cap_s", "_first_s", "_next_s", "_rng")
+
     def __init__(self, rng: random.Random, *, first_s: float = 0.1, cap_s: float = 1.0) -> None:
         self._rng, self._first_s, self._cap_s = rng, first_s, cap_s
         self._next_s = first_s

@@ -44,6 +44,40 @@ class Usage:
 class SimMember:
     """See the module. ``begin`` once; ``crash`` at any time."""
 
+    __slots__ = (
+        "_availability",
+        "_busy",
+        "_conduct",
+        "_delay",
+        "_doing",
+        "_end",
+        "_impatient",
+        "_later",
+        "_missed",
+        "_not_before",
+        "_over",
+        "_profile",
+        "_pull_delay",
+        "_pull_not_before",
+        "_push_began",
+        "_pushing",
+        "_resent",
+        "_rng",
+        "_session",
+        "_since",
+        "_skew_s",
+        "_soon",
+        "_unit",
+        "_units",
+        "_world",
+        "life",
+        "name",
+        "owed",
+        "path",
+        "up",
+        "usage",
+    )
+
     def __init__(
         self,
         name: str,

@@ -49,6 +49,26 @@ class Owner(Protocol):
 class SimSession:
     """One life's session; a new life has a new one."""
 
+    __slots__ = (
+        "_backoff",
+        "_beat",
+        "_heard_at",
+        "_heartbeat_s",
+        "_metrics",
+        "_owner",
+        "_rng",
+        "_tier",
+        "_world",
+        "finished",
+        "joined",
+        "life",
+        "max_staleness",
+        "name",
+        "newest",
+        "path",
+        "steps",
+    )
+
     def __init__(self, owner: Owner, world: World, tier: Tier, rng: random.Random) -> None:
         self.name, self.path, self.life = owner.name, owner.path, owner.life
         self.joined = False
