@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fleetddp.common import labels
 from fleetddp.common.codecs import NAMES, get
+from fleetddp.common.codecs.prob import SoftLabels
 from fleetddp.common.config import MAX_NORM, MIN_SAMPLES, FleetConfig
 from fleetddp.common.errors import ConfigError, Reason, Refused
 from fleetddp.common.events import Joined
@@ -19,6 +21,12 @@ from fleetddp.common.fragments import Changes, cut
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry
 from fleetddp.common.update import NO_VERSION, Fragment, Group, Kind, Receipt, Slice, Tier, Update, UpdateHeader, UpdateId
+
+# before the colon of a spec, by what a track exchanges
+CODECS = {
+    "weights": tuple(name for name in NAMES if name not in ("prob16", "probtop")),
+    "logits": ("prob16", "probtop", "float64"),
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +65,7 @@ class Standing:
             lease_s=self.config.members.lease_s,
             gradient_lr=self.config.merge.gradient_lr,
             max_staleness=self.config.merge.bound(tier),
-            codecs=NAMES,
+            codecs=CODECS[self.config.kind],
             receipts=receipts,
             finished=self.finished,
             fragments=self.fragments,
@@ -86,8 +94,10 @@ def _run_goes_on(header: UpdateHeader, standing: Standing) -> None:
 
 
 def _kind_is_taken(header: UpdateHeader, standing: Standing) -> None:
-    if header.kind is Kind.LOGITS:
-        raise Refused(Reason.WRONG_KIND, "soft labels are not taken in this track")
+    of_labels = standing.config.kind == "logits"
+    if header.kind is not Kind.PARTIAL and (header.kind is Kind.LOGITS) != of_labels:
+        exchanged = "soft labels" if of_labels else "weights"
+        raise Refused(Reason.WRONG_KIND, f"a {header.kind.value}; this track exchanges {exchanged}")
     if (header.kind is Kind.PARTIAL) != bool(header.groups):
         raise Refused(
             Reason.MALFORMED, f"a {header.kind.value} with {len(header.groups)} groups; a partial has them, no other kind"
@@ -134,8 +144,27 @@ def _fragment_is_ours(header: UpdateHeader, standing: Standing) -> None:
         raise Refused(Reason.WRONG_INTERVALS, f"{fragment}; this run cuts its layout into {standing.fragments} (site.fragments)")
 
 
+def _proxy_rows(standing: Standing) -> Layout:
+    if standing.layout is None:  # at a region that has no version yet
+        raise Refused(Reason.NO_VERSION, "nothing is known here of the proxy set yet")
+    return standing.layout
+
+
+def _items_are_ours(header: UpdateHeader, standing: Standing) -> None:
+    if header.kind is Kind.LOGITS:
+        labels.check_covers(header, _proxy_rows(standing))
+    elif header.covers:
+        raise Refused(Reason.MALFORMED, f"a {header.kind.value} that covers rows; soft labels do, no other kind")
+
+
 def _codec_is_known(header: UpdateHeader, standing: Standing) -> None:
-    get(header.codec)
+    codec = get(header.codec)
+    if header.kind is Kind.LOGITS:
+        labels.check_classes(codec, _proxy_rows(standing))
+    elif isinstance(codec, SoftLabels):
+        raise Refused(Reason.UNKNOWN_CODEC, f"a {header.kind.value} in {header.codec}, which is for soft labels")
+    if header.kind is Kind.PARTIAL and standing.config.kind == "logits" and header.codec != "float64":
+        raise Refused(Reason.UNKNOWN_CODEC, f"sums of soft labels in {header.codec}; they travel in float64 (region.codec)")
     if header.kind is Kind.INIT and header.codec != "float32":
         raise Refused(Reason.UNKNOWN_CODEC, f"first weights in {header.codec}; they travel in float32")
     if header.codec == "float64" and header.kind is not Kind.PARTIAL:
@@ -192,6 +221,7 @@ HEADER: tuple[HeaderCheck, ...] = (
     _layout_is_ours,
     _fragment_is_ours,
     _codec_is_known,
+    _items_are_ours,
     _groups_add_up,
     _base_exists,
     _not_stale,
@@ -237,8 +267,10 @@ def _has_weight(update: Update, standing: Standing) -> None:
 
 
 def _norm_is_bounded(update: Update, standing: Standing) -> None:
-    # the fleet file's bound is of outer gradients; first weights only have to stay clear of overflow
-    bound = MAX_NORM if update.header.kind is Kind.INIT else standing.config.limits.max_norm
+    # the fleet file's bound is of outer gradients; all else only has to stay clear of overflow
+    bound = standing.config.limits.max_norm
+    if update.header.kind is Kind.INIT or standing.config.kind == "logits":
+        bound = MAX_NORM
     # row g of a partial is sum(w u): at most samples_g times the bound if each u keeps to it
     scale = math.sqrt(sum((g.samples * _most_of_one(g)) ** 2 for g in update.header.groups)) if update.header.groups else 1.0
     norm = math.sqrt(update.squared_norm)

@@ -1,13 +1,18 @@
-"""An aggregator put together: journal recovered, version 0 from a file if the fleet file names one, driver ready to start."""
+"""An aggregator put together: journal recovered, version 0 made if the fleet file says of what, driver ready to start."""
 
 from __future__ import annotations
 
 from fleetddp.common.aggregator import Aggregator
 from fleetddp.common.clock import Clock
-from fleetddp.common.config import FleetConfig
+from fleetddp.common.config import FleetConfig, ProxyConfig
 from fleetddp.common.driver import Driver, Host
+from fleetddp.common.errors import ConfigError
 from fleetddp.common.journal import Journal
+from fleetddp.common.labels import layout_of
+from fleetddp.common.layout import Layout
+from fleetddp.common.proxy import ProxySet
 from fleetddp.common.publish import Publisher
+from fleetddp.common.shelf import Shelf
 from fleetddp.common.staging import Staging
 from fleetddp.common.telemetry import Telemetry
 
@@ -15,11 +20,19 @@ from fleetddp.common.telemetry import Telemetry
 def assemble(config: FleetConfig, journal: Journal, *, clock: Clock, host: Host, telemetry: Telemetry) -> Driver:
     """The driver of ``config``'s run over its journal, not started.
 
-    Raises ``ConfigError`` (the outer optimizer, the start file), ``StorageError``.
+    Raises ``ConfigError`` (the outer optimizer, the start file, the proxy set), ``StorageError``.
     """
     publisher = Publisher(journal, config)
     recovered = journal.recover()
-    if config.start.file is not None and recovered.version is None:
+    shelf = None
+    if config.proxy is not None:
+        shelf, layout = proxy_of(config.proxy)
+        if recovered.layout not in (None, layout):
+            raise ConfigError(f"proxy: this run began with another proxy set than {config.proxy.name}: a run never changes it")
+        if recovered.version is None:
+            publisher.found_labels(layout, clock.now())
+            recovered = journal.recover()
+    elif config.start.file is not None and recovered.version is None:
         publisher.found_file(config.start.file, clock.now())
         recovered = journal.recover()
     return Driver(
@@ -30,7 +43,19 @@ def assemble(config: FleetConfig, journal: Journal, *, clock: Clock, host: Host,
         clock=clock,
         host=host,
         telemetry=telemetry,
+        shelf=shelf,
     )
+
+
+def proxy_of(config: ProxyConfig) -> tuple[Shelf | None, Layout]:
+    """The file to hand out, if there is one, and the layout of the set's soft labels. Raises ``ConfigError``."""
+    shelf, items, digest = None, config.items, config.digest
+    if config.file is not None:
+        proxy = ProxySet.open(config.file, name=config.name, classes=config.classes)
+        shelf, items, digest = Shelf(config.file, proxy), len(proxy), proxy.digest
+    assert items is not None
+    assert digest is not None  # by the section's validation
+    return shelf, layout_of(config.name, digest, items, config.classes, by_tier=config.by_tier)
 
 
 def open_journal(config: FleetConfig) -> Journal:

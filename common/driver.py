@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar, Union
 
 from fleetddp.common.aggregator import Aggregator
 from fleetddp.common.clock import Clock
+from fleetddp.common.config import FleetConfig
 from fleetddp.common.errors import FleetError, Reason, Refused, StorageError
 from fleetddp.common.events import (
     Announce,
@@ -50,6 +51,7 @@ from fleetddp.common.layout import Layout
 from fleetddp.common.news import Watcher
 from fleetddp.common.overview import MAX_STATUS_MEMBERS
 from fleetddp.common.publish import Publisher
+from fleetddp.common.shelf import Shelf
 from fleetddp.common.staging import Staging, Stream
 from fleetddp.common.telemetry import Telemetry
 from fleetddp.common.transport.limits import MESSAGE_BYTES
@@ -99,7 +101,9 @@ class Driver:
         clock: Clock,
         host: Host,
         telemetry: Telemetry,
+        shelf: Shelf | None = None,
     ) -> None:
+        self.shelf = shelf  # the proxy set that is handed out
         self.staging = staging
         self.journal = journal
         self.telemetry = telemetry
@@ -134,6 +138,11 @@ class Driver:
     def live_members(self) -> int:
         """How many members hold a lease."""
         return self._aggregator.live_members
+
+    @property
+    def config(self) -> FleetConfig:
+        """The fleet file as this aggregator sees it."""
+        return self._aggregator.config
 
     @property
     def layout(self) -> Layout | None:

@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
@@ -34,6 +35,7 @@ MAX_JSON_BYTES = 960 * 1024  # it travels in one message of at most 1 MiB (WIRE.
 MAX_NAME = 512
 MAX_DIMENSIONS = 16
 MAX_ELEMENTS = 2**40
+MAX_SHOWN = 40  # names in a message
 
 
 class TensorSpec(NamedTuple):
@@ -74,13 +76,14 @@ class Layout:
         return cls(tuple(tensors))
 
     @classmethod
-    def from_module(cls, module: nn.Module, *, buffers: Buffers = "average") -> Layout:
+    def from_module(cls, module: nn.Module, *, buffers: Buffers = "average", include: Sequence[str] = ()) -> Layout:
         """The layout of a module.
 
         Exchanged are its trainable parameters and, with ``buffers="average"``, its floating-point buffers. A tied tensor counts
         once, under its first name; frozen parameters, integer buffers and non-persistent buffers stay local. Wrappers
-        (``DistributedDataParallel``, ``torch.compile``) leave no trace in the names. Raises ``ConfigError`` where a
-        parameter is complex or not initialised yet.
+        (``DistributedDataParallel``, ``torch.compile``) leave no trace in the names. With ``include``, shell patterns of names
+        (``head.*``), only what one of them matches is exchanged: an adapter on a frozen backbone, say. Raises ``ConfigError``
+        where a parameter is complex or not initialised yet, and for a pattern that matches nothing.
         """
         module = unwrap(module)
         parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -90,6 +93,10 @@ class Layout:
             if parameter.is_complex():
                 raise ConfigError(f"parameter {name!r} is {parameter.dtype}: only real parameters are exchanged")
         shared = _float_buffers(module) if buffers == "average" else []
+        _require_matches(include, [name for name, _ in (*parameters, *shared)])
+        if include:
+            parameters = [(n, p) for n, p in parameters if matches(n, include)]
+            shared = [(n, b) for n, b in shared if matches(n, include)]
         layout = cls.of([(n, p.shape) for n, p in parameters], [(n, b.shape) for n, b in shared])
         if len(layout.to_json()) > MAX_JSON_BYTES:
             raise ConfigError(f"{len(layout.tensors)} tensors: their names and shapes take more than {MAX_JSON_BYTES} bytes")
@@ -153,10 +160,11 @@ class Layout:
                 return f"expected {_describe(mine)}, found {_describe(theirs)}{_hint(mine, theirs)}"
         return None
 
-    def check(self, module: nn.Module) -> None:
+    def check(self, module: nn.Module, include: Sequence[str] = ()) -> None:
         """Raise ``LayoutMismatch``, naming the first differing tensor and both shapes, unless this is the module's layout."""
         with_buffers = any(t.role == "buffer" for t in self.tensors)
-        difference = self.first_difference(Layout.from_module(module, buffers="average" if with_buffers else "local"))
+        theirs = Layout.from_module(module, buffers="average" if with_buffers else "local", include=include)
+        difference = self.first_difference(theirs)
         if difference is not None:
             raise LayoutMismatch(f"this model is not the fleet's model: {difference}")
 
@@ -255,6 +263,18 @@ class Layout:
 
     def _zero_gap(self, out: Tensor, start: int, stop: int) -> None:
         out[max(self.parameters - start, 0) : max(min(self.buffer_start, stop) - start, 0)] = 0.0
+
+
+def matches(name: str, include: Sequence[str]) -> bool:
+    """Whether one of these shell patterns matches a tensor's name."""
+    return any(fnmatchcase(name, pattern) for pattern in include)
+
+
+def _require_matches(include: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in include:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            there = ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else "")
+            raise ConfigError(f"include: {pattern!r} matches nothing that can be exchanged; there are: {there or 'none'}")
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fleetddp.common.config import Constant, Discount, MergeConfig, Polynomial
@@ -52,11 +53,19 @@ class _Row:
 
 
 def decision_on(
-    updates: Iterable[Update], version: int, at: float, reason: str, config: MergeConfig, changes: Changes | None = None
+    updates: Iterable[Update],
+    version: int,
+    at: float,
+    reason: str,
+    config: MergeConfig,
+    changes: Changes | None = None,
+    *,
+    sums: bool = False,
 ) -> Decision:
-    """What version ``version`` is made of: these updates, in the canonical order. ``changes``: of the fragments, before it."""
+    """What version ``version`` is made of: these updates, in the canonical order. ``changes``: of the fragments, before it;
+    ``sums``: see ``plan``."""
     ordered = sorted(updates, key=lambda update: update.update_id)
-    terms = plan(ordered, version, config, changes)
+    terms = plan(ordered, version, config, changes, sums=sums)
     if changes is not None:
         kept = max(config.bound(tier) for tier in (Tier.SITE, Tier.EDGE)) + 2
         changes = changes.after(version, {term.fragment for term in terms}, kept=kept)
@@ -72,7 +81,9 @@ def decision_on(
     )
 
 
-def plan(updates: Sequence[Update], version: int, config: MergeConfig, changes: Changes | None = None) -> tuple[Term, ...]:
+def plan(
+    updates: Sequence[Update], version: int, config: MergeConfig, changes: Changes | None = None, *, sums: bool = False
+) -> tuple[Term, ...]:
     """The terms that make version ``version`` out of deltas, gradients and partials, in any order.
 
     Within a tier the outer gradient is sum(w d u) / sum(w): w samples, d the discount, u the update; a stale window thus takes a
@@ -82,7 +93,15 @@ def plan(updates: Sequence[Update], version: int, config: MergeConfig, changes: 
     ``gradient_lr``. A partial's row already is a sum of w u. Buffers are averaged: sum(w d b) / sum(w d).
 
     Where the layout is cut, all that is done for each fragment by itself, over the updates that cover it.
+
+    ``sums``: the rows are soft labels, which hold their weights (``labels.py``): they are added up, sum(d r), and nothing is
+    divided, so that each item's consensus is over those who labelled it.
     """
+    if sums:
+        rows = _all_rows(updates, lambda base: version - 1 - base, config)
+        return tuple(
+            Term(update_id=row.update.update_id, row=row.index, coefficient=row.discount, buffer_coefficient=0.0) for row in rows
+        )
     if changes is None:
         return _terms(updates, 0, lambda base: version - 1 - base, config)
     fragments = range(len(changes.at))
@@ -91,8 +110,7 @@ def plan(updates: Sequence[Update], version: int, config: MergeConfig, changes: 
 
 
 def _terms(updates: Sequence[Update], fragment: int, staleness: Staleness, config: MergeConfig) -> tuple[Term, ...]:
-    joint = joint_samples(updates)
-    rows = [row for update in sorted(updates, key=lambda u: u.update_id) for row in _rows(update, staleness, config, joint)]
+    rows = _all_rows(updates, staleness, config)
     means = _tier_means(rows, config)
     buffered = math.fsum(row.buffer_samples * row.discount for row in rows)
     return tuple(
@@ -105,6 +123,11 @@ def _terms(updates: Sequence[Update], fragment: int, staleness: Staleness, confi
         )
         for row in rows
     )
+
+
+def _all_rows(updates: Sequence[Update], staleness: Staleness, config: MergeConfig) -> list[_Row]:
+    joint = joint_samples(updates)
+    return [row for update in sorted(updates, key=lambda u: u.update_id) for row in _rows(update, staleness, config, joint)]
 
 
 class _Mean(NamedTuple):
@@ -166,17 +189,28 @@ def _rows(update: Update, staleness: Staleness, config: MergeConfig, joint: dict
 
 
 class Operand:
-    """The decoded rows of one update, read block by block through ``read``."""
+    """The decoded rows of one update, read block by block through ``read``; zero where it covers nothing (soft labels)."""
 
     def __init__(self, geometry: Geometry, read: Read) -> None:
         self._geometry, self._read = geometry, read
 
     def values(self, row: int, interval: Interval) -> Tensor:
         """f32[n] of an element interval of the layout, within one section; not to be written to."""
+        if self._geometry.sparse:
+            return self._scattered(interval)
         first = row * self._geometry.layout.elements
         elements = (first + interval[0], first + interval[1])
         data = tensor_over(self._read(*self._geometry.byte_range(elements)))
         return self._geometry.decode(data, elements, checked=True)  # by staging; what comes out of a merge is checked again
+
+    def _scattered(self, interval: Interval) -> Tensor:
+        values = torch.zeros(interval[1] - interval[0])
+        for piece in self._geometry.covered(interval):
+            data = tensor_over(self._read(*self._geometry.byte_range(piece)))
+            decoded = self._geometry.decode(data, piece, checked=True)
+            start, stop = max(piece[0], interval[0]), min(piece[1], interval[1])
+            values[start - interval[0] : stop - interval[0]] = decoded[start - piece[0] : stop - piece[0]]
+        return values
 
 
 def weighted_sum(

@@ -8,7 +8,7 @@ and never adds up (error feedback at the publisher).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fleetddp.common import codecs
 from fleetddp.common.config import FleetConfig
+from fleetddp.common.consensus import Consensus
 from fleetddp.common.errors import ConfigError, Refused, StorageError
 from fleetddp.common.events import Decision, Term
 from fleetddp.common.files import File, OsFiles
@@ -41,7 +42,9 @@ class Publisher:
 
     def __init__(self, journal: Journal, config: FleetConfig) -> None:
         self._journal = journal
-        self._codec = codecs.get(config.publish)
+        self._labels = config.kind == "logits"
+        proxy = config.proxy
+        self._codec = codecs.get(f"prob16:{proxy.classes}" if proxy and config.publish == "prob16" else config.publish)
         self._outer = OuterOptimizer(config.outer)
         self._fragments = config.site.fragments
 
@@ -67,6 +70,10 @@ class Publisher:
                 raise ConfigError(f"start.file: {path} is cut short: {file.size()} bytes of {source.size}")
             return self.found_weights(source.head.layout, source.weights, at)
 
+    def found_labels(self, layout: Layout, at: float) -> Version:
+        """Make version 0 of a track of soft labels: nobody has said anything yet."""
+        return self.found_weights(layout, lambda interval, out: out.zero_(), at)
+
     def found_weights(self, layout: Layout, weights: Weights, at: float) -> Version:
         """Make version 0 from these weights."""
         with self._draft(0) as file:
@@ -91,6 +98,8 @@ class Publisher:
         with self._journal.read_version(decision.version - 1) as reader:
             previous = VersionFile(reader)
             layout = previous.head.layout
+            if self._labels:
+                return self._consensus(Consensus(previous, decision, self._operands(decision, layout)), decision, layout)
             step = _Step(previous, self._outer, decision, self._operands(decision, layout))
             with self._draft(decision.version) as file:
                 changed = () if decision.changes is None else decision.changes.last
@@ -109,19 +118,30 @@ class Publisher:
                         writer.parameters(interval, *step.parameters(fragment, interval))
                     else:
                         writer.buffers(step.buffers(fragment, interval))
-                digest = writer.finish(number=decision.version, updates=len(decision.leaf_ids), scalars=step.scalars)
-                version = Version(
-                    number=decision.version,
-                    changed=changed,
-                    layout=layout.fingerprint,
-                    codec=self._codec.spec,
-                    payload_bytes=writer.payload_bytes,
-                    digest=digest,
-                    published_at=decision.at,
-                    updates=len(decision.leaf_ids),
-                    metrics=decision.metrics,
-                )
-                self._journal.publish(version, file, payload_start=writer.payload_start, layout=layout, decision=decision)
+                return self._finish(writer, file, decision, layout, step.scalars)
+
+    def _consensus(self, consensus: Consensus, decision: Decision, layout: Layout) -> Version:
+        with self._draft(decision.version) as file:
+            writer = VersionWriter(file, layout, self._codec)
+            for interval in consensus.blocks():
+                writer.parameters(interval, consensus.rows(interval), {})
+            return self._finish(writer, file, decision, layout, {})
+
+    def _finish(
+        self, writer: VersionWriter, file: File, decision: Decision, layout: Layout, scalars: Mapping[str, float]
+    ) -> Version:
+        version = Version(
+            number=decision.version,
+            changed=() if decision.changes is None else decision.changes.last,
+            layout=layout.fingerprint,
+            codec=self._codec.spec,
+            payload_bytes=writer.payload_bytes,
+            digest=writer.finish(number=decision.version, updates=len(decision.leaf_ids), scalars=scalars),
+            published_at=decision.at,
+            updates=len(decision.leaf_ids),
+            metrics=decision.metrics,
+        )
+        self._journal.publish(version, file, payload_start=writer.payload_start, layout=layout, decision=decision)
         return version
 
     @contextlib.contextmanager
@@ -220,13 +240,13 @@ class _Step:
         return scalar if self._count == 1 else f"{scalar}.{fragment}"
 
 
-def save_init(module: nn.Module, path: str | Path, *, buffers: Buffers = "average") -> None:
+def save_init(module: nn.Module, path: str | Path, *, buffers: Buffers = "average", include: Sequence[str] = ()) -> None:
     """Write a module's weights as a file for ``start.file``, readable by any safetensors reader.
 
-    ``buffers`` must be what the members use. Raises ``ConfigError`` if a weight is not finite, ``StorageError`` if the disk
-    refuses.
+    ``buffers`` and ``include`` must be what the members use. Raises ``ConfigError`` if a weight is not finite, ``StorageError``
+    if the disk refuses.
     """
-    layout = Layout.from_module(module, buffers=buffers)
+    layout = Layout.from_module(module, buffers=buffers, include=include)
     with storage(f"cannot write {path}"), contextlib.closing(OsFiles().create(Path(path))) as file:
         writer = VersionWriter(file, layout, codecs.get("float32"))
         try:
@@ -239,7 +259,7 @@ def save_init(module: nn.Module, path: str | Path, *, buffers: Buffers = "averag
 def _copy(weights: Weights, writer: VersionWriter, layout: Layout) -> int:
     """Write version 0; returns the payload's CRC32C."""
     block = torch.empty(min(BLOCK_ELEMENTS, layout.elements), dtype=torch.float32)
-    for start, stop in blocks(0, layout.parameters):
+    for start, stop in blocks(0, layout.parameters, writer.block):
         writer.parameters((start, stop), weights((start, stop), block[: stop - start]), {})
     for start, stop in buffer_blocks(layout):
         writer.buffers(weights((start, stop), block[: stop - start]))

@@ -114,9 +114,12 @@ def _add(update: Update, rows: dict[Key, _Row], joint: dict[tuple[str, int], flo
             samples, buffer_samples, ids = group.samples, group.buffer_samples, group.ids
             coefficient, buffer_coefficient = 1.0, 1.0 if buffer_samples else 0.0
         else:
-            is_gradient = header.kind is Kind.GRADIENT
-            samples, buffer_samples, ids = update.samples, 0.0 if is_gradient else update.samples, (update.update_id,)
-            coefficient = joint[update.update_id.node, header.base_version] * (gradient_lr if is_gradient else 1.0)
+            buffer_samples = update.samples if header.kind is Kind.DELTA else 0.0
+            samples, ids = update.samples, (update.update_id,)
+            coefficient = 1.0  # of soft labels: they hold their weights
+            if header.kind is not Kind.LOGITS:
+                is_gradient = header.kind is Kind.GRADIENT
+                coefficient = joint[update.update_id.node, header.base_version] * (gradient_lr if is_gradient else 1.0)
             buffer_coefficient = buffer_samples
         row.samples.append(samples)
         row.buffer_samples.append(buffer_samples)

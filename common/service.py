@@ -1,4 +1,4 @@
-"""An aggregator as a process: journal, driver and server, started and stopped together. What a root and a region share."""
+"""An aggregator as a process, or one for each track: journal, driver and server. What a root and a region share."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import contextlib
 import logging
 import signal
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 
 from fleetddp.common.clock import Clock, SystemClock
-from fleetddp.common.config import FleetConfig
+from fleetddp.common.config import ONLY_TRACK, FleetConfig
 from fleetddp.common.driver import Driver
-from fleetddp.common.telemetry import Telemetry
+from fleetddp.common.telemetry import Telemetry, serve
 from fleetddp.common.transport.server import LoopHost, Server
 
 GRACE_S = 0.2  # for the calls open at a stop: most are news streams, and a push goes on after a restart
@@ -26,38 +27,55 @@ class Service(ABC):
     ``config`` is as the aggregator sees it: ``config.coordinator`` says where it listens and keeps its journal.
     """
 
-    driver: Driver
-
     def __init__(self, config: FleetConfig, *, clock: Clock | None = None) -> None:
         self.config = config
+        self.drivers: Mapping[str, Driver] = {}  # by track, once started
         self.port = 0  # what the server listens on, once started
         self._clock = clock or SystemClock()
         self._stack = contextlib.AsyncExitStack()
+
+    @property
+    def driver(self) -> Driver:
+        """Of the first track, or the only one."""
+        return next(iter(self.drivers.values()))
+
+    @property
+    def _tracks(self) -> Sequence[str]:
+        """What there is a driver for. A name of its own is only for those of several."""
+        return (ONLY_TRACK,)
 
     @abstractmethod
     def _open(self, stack: contextlib.AsyncExitStack) -> None:
         """Open the journal, and whatever else outlives the disk work in hand; ``stack`` closes it."""
 
     @abstractmethod
-    def _assemble(self, host: LoopHost, telemetry: Telemetry) -> Driver:
-        """The driver over what is open, not started."""
+    def _assemble(self, track: str, host: LoopHost, telemetry: Telemetry) -> Driver:
+        """The driver of a track over what is open, not started."""
+
+    @property
+    def finished(self) -> str:
+        """Why the run is over; empty while a track goes on."""
+        reasons = [driver.finished for driver in self.drivers.values()]
+        return "; ".join(dict.fromkeys(reasons)) if all(reasons) else ""
 
     async def start(self) -> None:
         """Recover the run, or begin it, and listen."""
         config = self.config
         async with contextlib.AsyncExitStack() as stack:  # undoes what was done if something fails
             self._open(stack)
-            telemetry = Telemetry()
-            stack.callback(telemetry.close)
-            host = LoopHost()
-            stack.push_async_callback(host.close)
-            self.driver = self._assemble(host, telemetry)
-            stack.callback(self.driver.stop)
-            server = Server(self.driver, config)
+            drivers = {}
+            for track in self._tracks:
+                host = LoopHost()
+                stack.push_async_callback(host.close)
+                drivers[track] = self._assemble(track, host, Telemetry(track if config.tracks else ""))
+                stack.callback(drivers[track].stop)
+            self.drivers = drivers
+            server = Server(drivers, config)
             stack.push_async_callback(server.stop, GRACE_S)
             if config.coordinator.metrics_port:
-                telemetry.serve(config.coordinator.metrics_port)
-            self.driver.start()
+                stack.callback(serve([d.telemetry for d in drivers.values()], config.coordinator.metrics_port))
+            for driver in drivers.values():
+                driver.start()
             self.port = await server.start()
             self._stack = stack.pop_all()
         _log.info("run %s listens on port %d, journal %s", config.run, self.port, config.coordinator.journal)
@@ -67,12 +85,13 @@ class Service(ABC):
         await self._stack.aclose()
 
     async def until_finished(self) -> None:
-        """Return once the run is over and its live members have heard of it and left, or their leases ended.
+        """Return once the run is over, on all tracks, and its live members have heard of it and left, or their leases ended.
 
         A run that was over when it was started stays up for a lease, so that members can find it again and hear.
         """
-        stay_until = self._clock.now() + self.config.members.lease_s if self.driver.finished else 0.0
-        while not self.driver.finished or self.driver.live_members or self._clock.now() < stay_until:
+        drivers = list(self.drivers.values())
+        stay_until = self._clock.now() + self.config.members.lease_s if self.finished else 0.0
+        while not self.finished or any(driver.live_members for driver in drivers) or self._clock.now() < stay_until:
             self._check()
             await asyncio.sleep(POLL_S)
 
@@ -106,5 +125,5 @@ class Service(ABC):
                 task.result()  # raises what a person must mend
         finally:
             await self.stop()
-        _log.info("%s", f"finished: {self.driver.finished}" if self.driver.finished else "stopped; the journal keeps the run")
+        _log.info("%s", f"finished: {self.finished}" if self.finished else "stopped; the journal keeps the run")
         return signals[0] if signals else None

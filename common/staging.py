@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 
 from fleetddp.common.checksum import checksum, joined
+from fleetddp.common.codecs.prob import SoftLabels
 from fleetddp.common.config import LimitsConfig
 from fleetddp.common.errors import Reason, Refused, StorageError
 from fleetddp.common.events import Offer, SliceStaged
 from fleetddp.common.files import Data
 from fleetddp.common.journal import Journal, StagedFile
+from fleetddp.common.labels import check_rows
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry, tensor_over
 from fleetddp.common.transport.limits import CHUNK_BYTES
@@ -76,8 +78,9 @@ class _Arriving:
 class Stream:
     """One stream that brings one slice of an update. Written by one thread at a time; several streams at the same time."""
 
-    def __init__(self, arriving: _Arriving, part: _Part, update_id: UpdateId) -> None:
+    def __init__(self, arriving: _Arriving, part: _Part, update_id: UpdateId, max_weight: float) -> None:
         self._arriving, self._part, self._update_id = arriving, part, update_id
+        self._max_weight = max_weight  # of a soft label
         with part.lock:  # a chunk of an older stream ends first
             part.owner = self
             self.held = part.held  # bytes, from the slice's beginning, that need not be sent again
@@ -146,7 +149,10 @@ class Stream:
             if not values.flags.aligned:  # within a message: arithmetic on such numbers takes ten times as long as a copy
                 values = np.frombuffer(data, np.uint8).copy().view("<f4")
         else:
-            values = geometry.decode_bytes(offset, offset + len(data), tensor_over(data)).numpy()
+            decoded = geometry.decode_bytes(offset, offset + len(data), tensor_over(data))
+            if isinstance(section.codec, SoftLabels):
+                check_rows(decoded, section.codec.block, self._max_weight)
+            values = decoded.numpy()
         squared = _sum_of_squares(values)
         if not math.isfinite(squared):
             first, _ = geometry.elements_of(offset, offset + len(data))
@@ -188,7 +194,7 @@ class Staging:
                 raise Refused(
                     Reason.ID_REUSED, f"{header.update_id}: this slice is arriving already, with other bytes or samples"
                 )
-            return Stream(arriving, part, header.update_id)
+            return Stream(arriving, part, header.update_id, self._limits.max_samples)
 
     def accept(self, update: Update, at: float) -> None:
         """Make a whole update durable (``Journal.accept``)."""
@@ -226,7 +232,8 @@ class Staging:
 
 def _shape(header: UpdateHeader) -> tuple[Any, ...]:
     """What must be the same on all streams of an update for their bytes to belong together."""
-    return header.kind, header.tier, header.base_version, header.codec, header.layout, header.groups, header.fragment
+    of = header
+    return of.kind, of.tier, of.base_version, of.codec, of.layout, of.groups, of.fragment, of.covers
 
 
 def _sum_of_squares(values: np.ndarray[Any, np.dtype[np.float32]]) -> float:

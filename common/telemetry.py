@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fleetddp.common.errors import ConfigError
@@ -28,15 +28,15 @@ def log_to_terminal(level: int = logging.INFO) -> None:
 
 
 class Telemetry:
-    """Counts and logs what one aggregator says. ``serve`` opens the Prometheus endpoint."""
+    """Counts and logs what one aggregator says; ``track`` names it, where there are several."""
 
-    def __init__(self) -> None:
+    def __init__(self, track: str = "") -> None:
+        self.track = track
         self._events: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._bytes_in = 0
         self._bytes_out = 0
         self._version = NO_VERSION
-        self._stop_serving: Callable[[], None] = lambda: None
 
     def say(self, what: Say) -> None:
         """Log a sentence and count its word."""
@@ -44,7 +44,8 @@ class Telemetry:
         if what.reason is not None:
             self._refused[what.reason.value] += 1
         who = f"{what.node}: " if what.node else ""
-        _log.log(logging.WARNING if what.what in _LOUD else logging.INFO, "%s: %s%s", what.what, who, what.message)
+        level = logging.WARNING if what.what in _LOUD else logging.INFO
+        _log.log(level, "%s%s: %s%s", f"{self.track}: " if self.track else "", what.what, who, what.message)
 
     def note(self, message: str) -> None:
         """Log what mends itself and a person may want to know."""
@@ -75,50 +76,50 @@ class Telemetry:
             "failed": self._events["failed"],
         }
 
-    def serve(self, port: int) -> None:
-        """Open http://*:port/metrics; ``ConfigError`` when prometheus-client is missing or the port is taken."""
-        try:
-            from prometheus_client import CollectorRegistry, start_http_server
-        except ImportError:
-            raise ConfigError("coordinator.metrics_port needs prometheus-client: pip install 'fleetddp[dashboard]'") from None
-        registry = CollectorRegistry()
-        registry.register(_Exporter(self))
-        try:
-            server, thread = start_http_server(port, registry=registry)
-        except OSError as error:
-            raise ConfigError(f"coordinator.metrics_port: cannot listen on {port}: {error.strerror}") from error
 
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+def serve(telemetries: Sequence[Telemetry], port: int) -> Callable[[], None]:
+    """Open http://*:port/metrics; returns what closes it. ``ConfigError``: prometheus-client is missing, or the port is taken."""
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError:
+        raise ConfigError("coordinator.metrics_port needs prometheus-client: pip install 'fleetddp[dashboard]'") from None
+    registry = CollectorRegistry()
+    registry.register(_Exporter(telemetries))
+    try:
+        server, thread = start_http_server(port, registry=registry)
+    except OSError as error:
+        raise ConfigError(f"coordinator.metrics_port: cannot listen on {port}: {error.strerror}") from error
 
-        self._stop_serving = stop
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
-    def close(self) -> None:
-        """Close the endpoint, if it is open."""
-        self._stop_serving()
-        self._stop_serving = lambda: None
+    return stop
 
 
 class _Exporter:
-    """Reads a ``Telemetry`` when Prometheus asks; its counts only grow, so no lock is needed."""
+    """Reads telemetries when Prometheus asks; counts only grow, so no lock is needed. Several have the label ``track``."""
 
-    def __init__(self, telemetry: Telemetry) -> None:
-        self._telemetry = telemetry
+    def __init__(self, telemetries: Sequence[Telemetry]) -> None:
+        self._telemetries = telemetries
 
     def collect(self) -> Any:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        t = self._telemetry
-        events = CounterMetricFamily("fleetddp_events", "What happened, by word.", labels=["what"])
-        for what, count in list(t._events.items()):
-            events.add_metric([what], count)
-        refused = CounterMetricFamily("fleetddp_refused", "Requests and updates refused, by reason.", labels=["reason"])
-        for reason, count in list(t._refused.items()):
-            refused.add_metric([reason], count)
-        yield events
-        yield refused
-        yield CounterMetricFamily("fleetddp_received_bytes", "Payload bytes of updates received.", value=t._bytes_in)
-        yield CounterMetricFamily("fleetddp_sent_bytes", "Payload bytes of versions sent.", value=t._bytes_out)
-        yield GaugeMetricFamily("fleetddp_version", "The newest published version; -1 before the first.", value=t._version)
+        names = ["track"] if any(t.track for t in self._telemetries) else []
+        events = CounterMetricFamily("fleetddp_events", "What happened, by word.", labels=[*names, "what"])
+        refused = CounterMetricFamily("fleetddp_refused", "Requests and updates refused, by reason.", labels=[*names, "reason"])
+        received = CounterMetricFamily("fleetddp_received_bytes", "Payload bytes of updates received.", labels=names)
+        sent = CounterMetricFamily("fleetddp_sent_bytes", "Payload bytes of versions sent.", labels=names)
+        version = GaugeMetricFamily("fleetddp_version", "The newest published version; -1 before the first.", labels=names)
+        for t in self._telemetries:
+            track = [t.track] if names else []
+            for what, count in list(t._events.items()):
+                events.add_metric([*track, what], count)
+            for reason, count in list(t._refused.items()):
+                refused.add_metric([*track, reason], count)
+            received.add_metric(track, t._bytes_in)
+            sent.add_metric(track, t._bytes_out)
+            version.add_metric(track, t._version)
+        return [events, refused, received, sent, version]

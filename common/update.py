@@ -90,6 +90,7 @@ class UpdateHeader:
     metrics: Mapping[str, float] = field(default_factory=dict)
     groups: tuple[Group, ...] = ()  # of a partial, else empty
     fragment: Fragment | None = None  # all that it covers; None: the whole layout
+    covers: tuple[Interval, ...] = ()  # of logits, else empty: the elements that it covers, whole rows (``labels.py``)
     layout_spec: bytes = b""  # of an init: Layout.to_json(), so that the coordinator learns the layout
 
     @property
@@ -147,6 +148,14 @@ class Version:
     updates: int = 0  # leaf updates merged into it
     changed: tuple[int, ...] = ()  # for each fragment the last version that changed it; empty where the layout is not cut
     metrics: Mapping[str, float] = field(default_factory=dict)  # weighted means of what members reported
+
+
+class ProxyInfo(NamedTuple):
+    """What the file of a proxy set is."""
+
+    name: str
+    digest: str  # of its items (``ProxySet.digest``), not of its bytes
+    file_bytes: int
 
 
 class State(str, Enum):

@@ -43,10 +43,11 @@ _MAX_HEADER = 100_000_000  # as safetensors has it
 BLOCK_ELEMENTS = 2**19  # worked on at a time, whatever the size of the model: it stays in the cache; a multiple of ``BLOCK``
 
 
-def blocks(start: int, stop: int) -> Iterator[Interval]:
-    """Cut the elements [start, stop) into intervals of at most ``BLOCK_ELEMENTS``."""
-    for first in range(start, stop, BLOCK_ELEMENTS):
-        yield first, min(first + BLOCK_ELEMENTS, stop)
+def blocks(start: int, stop: int, block: int = BLOCK) -> Iterator[Interval]:
+    """Cut the elements [start, stop) into intervals of at most ``BLOCK_ELEMENTS``, of whole blocks of a codec."""
+    step = BLOCK_ELEMENTS // block * block
+    for first in range(start, stop, step):
+        yield first, min(first + step, stop)
 
 
 class Readable(Protocol):
@@ -139,6 +140,11 @@ class VersionWriter:
         blank = self._header(number=2**63, updates=2**63, scalars=dict.fromkeys(scalars, 0.0))
         self._data = 8 + len(blank) + -len(blank) % 8 + _SCALAR_CHARACTERS * len(scalars)
         self._write(bytes(self._map.payload[0]), 0)
+
+    @property
+    def block(self) -> int:
+        """Elements of a block of the codec: parameters come in whole ones."""
+        return self._codec.block
 
     @property
     def payload_start(self) -> int:

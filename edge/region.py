@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fleetddp.common.clock import Clock
-from fleetddp.common.config import FleetConfig
+from fleetddp.common.config import ONLY_TRACK, FleetConfig
 from fleetddp.common.driver import Driver
 from fleetddp.common.errors import FleetError
 from fleetddp.common.events import Event
@@ -28,9 +28,9 @@ class Region(Service):
     """
 
     def __init__(self, config: FleetConfig, name: str, *, clock: Clock | None = None) -> None:
-        super().__init__(region_config(config), clock=clock)
-        self.name = name
-        self._fleet = config
+        self._fleet = config.for_track(config.region.track)
+        super().__init__(region_config(self._fleet), clock=clock)
+        self.name, self._track = name, config.region.track
 
     def _open(self, stack: contextlib.AsyncExitStack) -> None:
         fleet, members = self._fleet, self._fleet.members
@@ -41,12 +41,17 @@ class Region(Service):
             fleet.security,
             node=self.name,
             run=fleet.run,
+            track=self._track,
             patience=Patience(give_up_s=members.lease_s),
             after_s=members.lease_s,
         )
         stack.callback(self._parent.close)
 
-    def _assemble(self, host: LoopHost, telemetry: Telemetry) -> Driver:
+    @property
+    def _tracks(self) -> Sequence[str]:
+        return (self._track or ONLY_TRACK,)
+
+    def _assemble(self, track: str, host: LoopHost, telemetry: Telemetry) -> Driver:
         loop = asyncio.get_running_loop()
 
         def tell(event: Event) -> None:

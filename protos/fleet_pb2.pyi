@@ -284,14 +284,14 @@ class ProxyInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., file_bytes: _Optional[int] = ...) -> None: ...
 
 class ProxyRequest(_message.Message):
-    __slots__ = ("node", "start", "track")
+    __slots__ = ("node", "ranges", "track")
     NODE_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     TRACK_FIELD_NUMBER: _ClassVar[int]
     node: str
-    start: int
+    ranges: _containers.RepeatedCompositeFieldContainer[Range]
     track: str
-    def __init__(self, node: _Optional[str] = ..., start: _Optional[int] = ..., track: _Optional[str] = ...) -> None: ...
+    def __init__(self, node: _Optional[str] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., track: _Optional[str] = ...) -> None: ...
 
 class ProxyReply(_message.Message):
     __slots__ = ("proxy", "chunk")

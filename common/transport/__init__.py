@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from fleetddp.common.errors import Reason
 from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, News
 from fleetddp.common.layout import Layout
-from fleetddp.common.update import Receipt, Slice, UpdateHeader, Version
+from fleetddp.common.update import ProxyInfo, Receipt, Slice, UpdateHeader, Version
 
 Sink = Callable[[int, memoryview], None]  # (offset in the version's payload, bytes): where pulled chunks go
 
@@ -46,6 +46,10 @@ class Parent(Protocol):
 
         The ranges ascend and do not overlap. ``Refused(BAD_CHECKSUM)`` after the last byte: the payload as a whole is damaged.
         """
+        ...
+
+    def pull_proxy(self, ranges: Sequence[ByteRange], sink: Sink) -> ProxyInfo:
+        """Bring byte ranges of the file of the track's proxy set to ``sink``; none: only what it is. See ``shelf.bring``."""
         ...
 
     def push(self, header: UpdateHeader, slice: Slice, payload: memoryview) -> Receipt:

@@ -1,7 +1,7 @@
 """Chunks packed and unpacked by hand, so that half a megabyte is copied once where protobuf would copy it four times.
 
-A chunk is field 2 of both ``PushRequest`` and ``PullReply``. ``pack`` writes the very bytes protobuf writes (fields in order,
-zeros left out); ``unpack`` reads that form, and leaves any other that the format allows to protobuf.
+A chunk is field 2 of ``PushRequest``, ``PullReply`` and ``ProxyReply``. ``pack`` writes the very bytes protobuf writes (fields in
+order, zeros left out); ``unpack`` reads that form, and leaves any other that the format allows to protobuf.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def serialize(message: Union[Message, bytes]) -> bytes:
 
 
 def deserializer(kind: type[M]) -> Callable[[bytes], Union[M, ChunkBytes]]:
-    """From the wire: a chunk as ``ChunkBytes``, any other message of this kind (``PushRequest``, ``PullReply``) as it is."""
+    """From the wire: a chunk as ``ChunkBytes``, any other message of this kind (``PushRequest``, ``PullReply``, ...) as it is."""
 
     def deserialize(data: bytes) -> Union[M, ChunkBytes]:
         chunk = _unpack(data)
@@ -78,10 +78,11 @@ def checked(chunk: ChunkBytes) -> ChunkBytes:
 
 
 def stub(channel: Any) -> Any:
-    """A ``FleetStub`` whose ``Push`` takes packed chunks too, and whose ``Pull`` gives chunks as ``ChunkBytes``."""
+    """A ``FleetStub`` whose ``Push`` takes packed chunks too, and whose pulls give chunks as ``ChunkBytes``."""
     made: Any = FleetStub(channel)  # type: ignore[no-untyped-call]
     made.Push = channel.stream_stream(f"/{SERVICE}/Push", serialize, pb.PushReply.FromString)
     made.Pull = channel.unary_stream(f"/{SERVICE}/Pull", pb.PullRequest.SerializeToString, deserializer(pb.PullReply))
+    made.PullProxy = channel.unary_stream(f"/{SERVICE}/PullProxy", pb.ProxyRequest.SerializeToString, deserializer(pb.ProxyReply))
     return made
 
 

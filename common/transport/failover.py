@@ -16,7 +16,7 @@ from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, Ne
 from fleetddp.common.layout import Layout
 from fleetddp.common.transport import Parent, Sink
 from fleetddp.common.transport.uplink import Patience, Uplink
-from fleetddp.common.update import Receipt, Slice, UpdateHeader, Version
+from fleetddp.common.update import ProxyInfo, Receipt, Slice, UpdateHeader, Version
 
 T = TypeVar("T")
 
@@ -70,6 +70,10 @@ class Failover(Parent):
     def pull(self, version: int, ranges: Sequence[ByteRange], sink: Sink) -> Version:
         """See ``Parent``."""
         return self._call(lambda parent: parent.pull(version, ranges, sink))
+
+    def pull_proxy(self, ranges: Sequence[ByteRange], sink: Sink) -> ProxyInfo:
+        """See ``Parent``."""
+        return self._call(lambda parent: parent.pull_proxy(ranges, sink))
 
     def push(self, header: UpdateHeader, slice: Slice, payload: memoryview) -> Receipt:
         """See ``Parent``."""
@@ -131,11 +135,18 @@ class Failover(Parent):
 
 
 def connect(
-    parents: Sequence[str], security: SecurityConfig, *, node: str, run: str, patience: Patience, after_s: float
+    parents: Sequence[str],
+    security: SecurityConfig,
+    *,
+    node: str,
+    run: str,
+    patience: Patience,
+    after_s: float,
+    track: str = "",
 ) -> Parent:
     """The uplink of ``node`` to its parent; to one of several, if there are, where each is given up after ``after_s``."""
 
     def dial(address: str) -> Parent:
-        return Uplink(address, security, node=node, run=run, patience=patience)
+        return Uplink(address, security, node=node, run=run, track=track, patience=patience)
 
     return dial(parents[0]) if len(parents) == 1 else Failover(parents, dial, patience_s=after_s)

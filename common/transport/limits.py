@@ -55,9 +55,9 @@ def node(value: str, field: str = "node") -> str:
     return value
 
 
-def run(value: str) -> str:
-    """A run's name, or empty for any."""
-    return node(value, "run") if value else value
+def run(value: str, field: str = "run") -> str:
+    """A run's name, or empty for any; or a track's, or empty for the only one."""
+    return node(value, field) if value else value
 
 
 def fingerprint(value: str) -> str:

@@ -43,7 +43,7 @@ from fleetddp.common.staging import Stream
 from fleetddp.common.telemetry import Telemetry
 from fleetddp.common.transport import MEMBER_REASONS, Parent, Sink
 from fleetddp.common.transport.limits import CHUNK_BYTES
-from fleetddp.common.update import NO_VERSION, Receipt, Slice, State, UpdateHeader, Version
+from fleetddp.common.update import NO_VERSION, ProxyInfo, Receipt, Slice, State, UpdateHeader, Version
 
 T = TypeVar("T")
 
@@ -193,6 +193,19 @@ class MemoryParent(Parent):
                     self._require_open()
                     sink(begin, memoryview(reader.read(begin, min(begin + CHUNK_BYTES, stop))))
             return reader.info
+
+    def pull_proxy(self, ranges: Sequence[ByteRange], sink: Sink) -> ProxyInfo:
+        """See ``Parent``."""
+        with self._turn():
+            shelf = self._driver.shelf
+        if shelf is None:
+            raise Refused(Reason.NO_PROXY, "this track has no file of a proxy set")
+        with shelf.open() as reader:
+            for start, stop in ranges:
+                for begin in range(start, stop, CHUNK_BYTES):
+                    self._require_open()
+                    sink(begin, memoryview(reader.read(begin, min(begin + CHUNK_BYTES, stop))))
+        return shelf.info
 
     def push(self, header: UpdateHeader, slice: Slice, payload: memoryview) -> Receipt:
         """See ``Parent``. There is no network to lose a chunk, so a refusal that a retry can mend is raised at once."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from fleetddp.common.events import Offer
 from fleetddp.common.transport import limits, wire
-from fleetddp.common.update import Fragment, Group, Kind, Slice, Tier, UpdateHeader
+from fleetddp.common.update import Fragment, Group, Interval, Kind, Slice, Tier, UpdateHeader
 from fleetddp.protos import fleet_pb2 as pb
 
 _KINDS = {Kind.INIT: pb.INIT, Kind.DELTA: pb.DELTA, Kind.GRADIENT: pb.GRADIENT, Kind.LOGITS: pb.LOGITS, Kind.PARTIAL: pb.PARTIAL}
@@ -33,6 +33,7 @@ def pack(offer: Offer) -> pb.PushHeader:
         groups=[_pack_group(g) for g in header.groups],
         fragment=None if header.fragment is None else pb.Fragment(index=header.fragment.index, count=header.fragment.count),
         layout_spec=header.layout_spec,
+        covers=wire.pack_ranges(header.covers),
         intervals=wire.pack_ranges(part.intervals),
         samples=part.samples,
         digest=part.digest,
@@ -59,6 +60,7 @@ def unpack(message: pb.PushHeader) -> Offer:
         groups=_unpack_groups(message.groups, kind),
         fragment=_unpack_fragment(message.fragment) if message.HasField("fragment") else None,
         layout_spec=_unpack_layout_spec(message.layout_spec, kind),
+        covers=_unpack_covers(message.covers, kind),
     )
     part = Slice(intervals=wire.unpack_ranges(message.intervals, "intervals"), samples=message.samples, digest=message.digest)
     return Offer(header=header, slice=part, run=limits.run(message.run))
@@ -101,6 +103,12 @@ def _unpack_groups(messages: Sequence[pb.Group], kind: Kind) -> tuple[Group, ...
 def _unpack_fragment(message: pb.Fragment) -> Fragment:
     count = limits.integer(message.count, "fragment.count", 1, limits.MAX_FRAGMENTS)
     return Fragment(limits.integer(message.index, "fragment.index", 0, count - 1), count)
+
+
+def _unpack_covers(messages: Sequence[pb.Range], kind: Kind) -> tuple[Interval, ...]:
+    if bool(messages) != (kind is Kind.LOGITS):
+        raise limits.malformed("covers", f"a list of {len(messages)} for kind {kind.value}", "some of logits, none otherwise")
+    return wire.unpack_ranges(messages, "covers")
 
 
 def _unpack_layout_spec(data: bytes, kind: Kind) -> bytes:

@@ -1,4 +1,4 @@
-"""The gRPC face of an aggregator: grpc.aio calls in, a ``Driver`` behind them, all on one event loop.
+"""The gRPC face of an aggregator: grpc.aio calls in, a ``Driver`` for each track behind them, all on one event loop.
 
 The loop moves messages and stages what arrives; reading a version's bytes happens in a few threads, and what must be durable goes
 through the driver's lanes (``LoopHost``). A refusal ends its call with the reason's status, the message as details and the
@@ -11,7 +11,7 @@ import asyncio
 import fnmatch
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import attrgetter
@@ -26,9 +26,10 @@ from fleetddp.common.config import FleetConfig
 from fleetddp.common.driver import Driver, Lane, answered
 from fleetddp.common.errors import REASONS, ConfigError, Reason, Refused, StorageError
 from fleetddp.common.events import Heard, Joined, Left, Offer, Proceed, Say, SliceRejected, SliceStaged
-from fleetddp.common.journal import VersionReader
+from fleetddp.common.journal import Reader
 from fleetddp.common.staging import Stream
 from fleetddp.common.transport import chunks, limits, offers, wire
+from fleetddp.common.transport.tracks import Tracks
 from fleetddp.common.update import NO_VERSION, Interval, Receipt, State
 from fleetddp.protos import fleet_pb2 as pb
 
@@ -93,10 +94,10 @@ def _report(future: asyncio.Future[T], done: Callable[[T | Exception], None]) ->
 
 
 class Server:
-    """The service of protos/fleet.proto over one driver. Made, started and stopped on its event loop."""
+    """The service of protos/fleet.proto over the drivers of its tracks. Made, started and stopped on its event loop."""
 
-    def __init__(self, driver: Driver, config: FleetConfig) -> None:
-        self._driver = driver
+    def __init__(self, drivers: Mapping[str, Driver], config: FleetConfig) -> None:
+        self._tracks = Tracks(drivers)
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(BYTE_THREADS, thread_name_prefix="fleet-bytes")
@@ -136,6 +137,7 @@ class Server:
             "Status": (unary, self._status, pb.StatusRequest.FromString),
             "GetLayout": (unary, self._layout, pb.LayoutRequest.FromString),
             "Pull": (download, self._pull, pb.PullRequest.FromString),
+            "PullProxy": (download, self._pull_proxy, pb.ProxyRequest.FromString),
             "Push": (both, self._push, chunks.deserializer(pb.PushRequest)),
             "Watch": (download, self._watch, pb.WatchRequest.FromString),
         }
@@ -149,12 +151,12 @@ class Server:
             try:
                 return await call(request, context)
             except Refused as error:
-                refusal = error
+                refusal = self._tracks.explain(error)
             except StorageError as error:
                 refusal = Refused(Reason.STORAGE, str(error))
             except Exception as error:
                 _log.exception("%s failed", call.__name__)
-                self._driver.telemetry.count("failed")
+                self._tracks.first.telemetry.count("failed")
                 return await context.abort(grpc.StatusCode.INTERNAL, limits.text(f"the coordinator failed on this: {error!r}"))
             status = getattr(grpc.StatusCode, REASONS[refusal.reason].status)
             return await context.abort(status, limits.text(refusal.message), ((wire.REASON_KEY, refusal.reason.value),))
@@ -164,48 +166,57 @@ class Server:
     def _off_loop(self, work: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         return self._loop.run_in_executor(self._threads, work, *args)
 
-    def _admit(self, unpack: Callable[[Any], T], message: Any, context: Any, node: Callable[[T], str] = attrgetter("node")) -> T:
-        """Check a message and who sent it: its certificate must name the node it speaks for, and the fleet file allow that."""
-        claimed = ""
+    def _admit(
+        self, unpack: Callable[[Any], T], message: Any, context: Any, node: Callable[[T], str] = attrgetter("node")
+    ) -> tuple[Driver, T]:
+        """Check a message and who sent it: its certificate must name the node it speaks for, and its track's members allow that.
+
+        Returns the track's driver with what was asked.
+        """
+        claimed, driver = "", self._tracks.first
         try:
             asked = unpack(message)
             claimed = node(asked)
             proven = security.node_id(context.auth_context())
             if proven is not None and proven != claimed:
                 raise Refused(Reason.WRONG_IDENTITY, f"the certificate is of {proven!r}; the call claims to be {claimed!r}")
-            if not any(fnmatch.fnmatchcase(claimed, pattern) for pattern in self._config.members.allow):
+            driver = self._tracks.driver(_track_of(message))
+            if not any(fnmatch.fnmatchcase(claimed, pattern) for pattern in driver.config.members.allow):
                 raise Refused(Reason.WRONG_IDENTITY, f"{claimed!r} matches no pattern of members.allow")
         except Refused as error:
             # The aggregator never hears of it.
-            self._driver.telemetry.say(Say(what="refused", message=str(error), node=claimed, reason=error.reason))
+            driver.telemetry.say(Say(what="refused", message=str(error), node=claimed, reason=error.reason))
             raise
-        return asked
+        return driver, asked
 
     # ---- control calls ----------------------------------------------------------------------------------------------------
 
     async def _join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
-        return wire.pack_joined(self._driver.ask(self._admit(wire.unpack_join, request, context), Joined))
+        driver, join = self._admit(wire.unpack_join, request, context)
+        return wire.pack_joined(driver.ask(join, Joined))
 
     async def _heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatReply:
-        return wire.pack_heard(self._driver.ask(self._admit(wire.unpack_heartbeat, request, context), Heard))
+        driver, heartbeat = self._admit(wire.unpack_heartbeat, request, context)
+        return wire.pack_heard(driver.ask(heartbeat, Heard))
 
     async def _leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveReply:
-        self._driver.ask(self._admit(wire.unpack_leave, request, context), Left)
+        driver, leave = self._admit(wire.unpack_leave, request, context)
+        driver.ask(leave, Left)
         return pb.LeaveReply()
 
     async def _status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
-        return pb.StatusReply(json=json.dumps(self._driver.status()).encode())
+        return pb.StatusReply(json=json.dumps(self._tracks.status(_track_of(request))).encode())
 
     async def _layout(self, request: pb.LayoutRequest, context: Any) -> pb.LayoutReply:
-        layout = self._driver.layout
+        layout = self._tracks.driver(_track_of(request)).layout
         if layout is None:
             raise Refused(Reason.NO_VERSION, "the run has no layout yet: it waits for the first weights")
         return pb.LayoutReply(json=layout.to_json())
 
     async def _watch(self, request: pb.WatchRequest, context: Any) -> None:
-        ask = self._admit(wire.unpack_watch, request, context)
+        driver, ask = self._admit(wire.unpack_watch, request, context)
         wake = asyncio.Event()
-        watcher = self._driver.watch(ask.node, ask.after_version, wake.set)
+        watcher = driver.watch(ask.node, ask.after_version, wake.set)
         try:
             finished = False
             while not finished:
@@ -215,54 +226,68 @@ class Server:
                     await context.write(wire.pack_news(news))
                     finished = bool(news.finished)
         finally:
-            self._driver.unwatch(watcher)
+            driver.unwatch(watcher)
 
     # ---- versions ---------------------------------------------------------------------------------------------------------
 
     async def _pull(self, request: pb.PullRequest, context: Any) -> None:
-        ask = self._admit(wire.unpack_pull, request, context)
-        if self._driver.version == NO_VERSION:
+        driver, ask = self._admit(wire.unpack_pull, request, context)
+        if driver.version == NO_VERSION:
             raise Refused(Reason.NO_VERSION, "no version is published yet: the run waits for the first weights")
-        number = self._driver.version if ask.version == NO_VERSION else ask.version
-        reader = await self._off_loop(self._driver.journal.read_version, number)
+        number = driver.version if ask.version == NO_VERSION else ask.version
+        reader = await self._off_loop(driver.journal.read_version, number)
         try:
             size = reader.info.payload_bytes
             ranges = ask.ranges or ((0, size),)
             if ranges[-1][1] > size:
                 raise Refused(Reason.WRONG_INTERVALS, f"bytes up to {ranges[-1][1]} asked for; version {number} has {size}")
             await context.write(pb.PullReply(version=wire.pack_version(reader.info)))
-            await self._send(reader, ranges, context)
+            await self._send(reader, ranges, context, driver)
         finally:
             reader.close()
 
-    async def _send(self, reader: VersionReader, ranges: tuple[Interval, ...], context: Any) -> None:
+    async def _pull_proxy(self, request: pb.ProxyRequest, context: Any) -> None:
+        driver, ask = self._admit(wire.unpack_proxy_ask, request, context)
+        shelf = driver.shelf
+        if shelf is None:
+            raise Refused(Reason.NO_PROXY, "this track has no proxy set, or only its name (proxy.file in the fleet file)")
+        reader = await self._off_loop(shelf.open)
+        try:
+            if ask.ranges and ask.ranges[-1][1] > reader.size:
+                raise Refused(Reason.WRONG_INTERVALS, f"bytes up to {ask.ranges[-1][1]} asked for; the file has {reader.size}")
+            await context.write(pb.ProxyReply(proxy=wire.pack_proxy(shelf.info)))
+            await self._send(reader, ask.ranges, context, driver)
+        finally:
+            reader.close()
+
+    async def _send(self, reader: Reader, ranges: tuple[Interval, ...], context: Any, driver: Driver) -> None:
         """The bytes of ``ranges``; the next chunk is read while one is sent."""
         reading: asyncio.Future[bytes] | None = None
         try:
             for start, stop in _cut(ranges):
                 ready, reading = reading, self._off_loop(_read_chunk, reader, start, stop)
-                await self._send_chunk(ready, context)
-            await self._send_chunk(reading, context)
+                await self._send_chunk(ready, context, driver)
+            await self._send_chunk(reading, context, driver)
         finally:
             if reading is not None:
                 await asyncio.wait({reading})  # the reader is closed next
 
-    async def _send_chunk(self, reading: asyncio.Future[bytes] | None, context: Any) -> None:
+    async def _send_chunk(self, reading: asyncio.Future[bytes] | None, context: Any, driver: Driver) -> None:
         if reading is not None:
             message = await reading
             await context.write(message)
-            self._driver.telemetry.bytes_out(len(message))
+            driver.telemetry.bytes_out(len(message))
 
     # ---- updates ----------------------------------------------------------------------------------------------------------
 
     async def _push(self, requests: Any, context: Any) -> None:
-        offer = self._admit(_unpack_first, await context.read(), context, lambda offer: offer.header.update_id.node)
+        driver, offer = self._admit(_unpack_first, await context.read(), context, lambda offer: offer.header.update_id.node)
         settled: asyncio.Future[Receipt] = self._loop.create_future()
-        forget = self._driver.wait(offer.header.update_id, lambda receipt: _resolve(settled, receipt))
+        forget = driver.wait(offer.header.update_id, lambda receipt: _resolve(settled, receipt))
         try:
-            answer = self._driver.handle(offer)
+            answer = driver.handle(offer)
             if isinstance(answer, Proceed):
-                answer = await self._ingest(offer, context, settled)
+                answer = await self._ingest(driver, offer, context, settled)
             elif isinstance(answer, Receipt) and answer.state is State.STAGED:  # a repeat of one that is being made durable
                 answer = replace(await settled, duplicate=True)
         finally:
@@ -273,27 +298,28 @@ class Server:
             raise TypeError(f"an offer was answered with {answer!r}")
         await context.write(pb.PushReply(receipt=wire.pack_receipt(answered(answer))))
 
-    async def _ingest(self, offer: Offer, context: Any, settled: asyncio.Future[Receipt]) -> Receipt:
+    async def _ingest(self, driver: Driver, offer: Offer, context: Any, settled: asyncio.Future[Receipt]) -> Receipt:
         """Take one stream's bytes, then wait until the update that it belongs to is durable, or refused."""
         try:
-            staged = await self._receive(offer, context, settled)
+            staged = await self._receive(driver, offer, context, settled)
         except Refused as refusal:
             rejected = SliceRejected(update_id=offer.header.update_id, slice=offer.slice, refusal=refusal)
-            self._driver.handle(rejected)
+            driver.handle(rejected)
             raise
         if staged is not None:
-            self._driver.handle(staged)
+            driver.handle(staged)
         return await settled
 
-    async def _receive(self, offer: Offer, context: Any, settled: asyncio.Future[Receipt]) -> SliceStaged | None:
+    async def _receive(self, driver: Driver, offer: Offer, context: Any, settled: asyncio.Future[Receipt]) -> SliceStaged | None:
         """The stream's bytes, checked and stored; None when the update was settled meanwhile (dropped, superseded)."""
         opening: asyncio.Future[Stream] = self._loop.create_future()
-        self._driver.open(offer, lambda outcome: _resolve(opening, outcome))
+        driver.open(offer, lambda outcome: _resolve(opening, outcome))
         stream = await opening
         await context.write(pb.PushReply(held=pb.Held(bytes=stream.held)))
-        transfer = _Transfer(self._driver, offer, stream, self._off_loop)
+        stall_s = driver.config.members.stall_s
+        transfer = _Transfer(driver, offer, stream, self._off_loop)
         receiving = asyncio.ensure_future(transfer.run(context))
-        stalling = asyncio.ensure_future(transfer.stalled(self._config.members.stall_s))
+        stalling = asyncio.ensure_future(transfer.stalled(stall_s))
         try:
             ends: set[asyncio.Future[Any]] = {receiving, stalling, settled}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -301,7 +327,7 @@ class Server:
                 return None
             if receiving.done():
                 return receiving.result()
-            raise Refused(Reason.STALLED, f"{offer.header.update_id}: no byte came for {self._config.members.stall_s:g} s")
+            raise Refused(Reason.STALLED, f"{offer.header.update_id}: no byte came for {stall_s:g} s")
         finally:
             stalling.cancel()
             receiving.cancel()
@@ -354,6 +380,11 @@ def _resolve(future: asyncio.Future[T], outcome: T | Exception) -> None:
         future.set_result(outcome)
 
 
+def _track_of(request: Any) -> str:
+    """That a message names; of a push its header."""
+    return limits.run(request.header.track if isinstance(request, pb.PushRequest) else request.track, "track")
+
+
 def _unpack_first(request: Any) -> Offer:
     if not isinstance(request, pb.PushRequest) or not request.HasField("header"):
         raise Refused(Reason.MALFORMED, "a push begins with a header")
@@ -373,5 +404,5 @@ def _cut(ranges: Iterable[Interval]) -> Iterator[Interval]:
             yield begin, min(begin + limits.CHUNK_BYTES, stop)
 
 
-def _read_chunk(reader: VersionReader, start: int, stop: int) -> bytes:
+def _read_chunk(reader: Reader, start: int, stop: int) -> bytes:
     return chunks.pack(start, reader.read(start, stop))

@@ -16,7 +16,7 @@ from fleetddp.common.payload import Geometry
 from fleetddp.common.transport import Sink, chunks, wire
 from fleetddp.common.transport.chunks import ChunkBytes
 from fleetddp.common.transport.limits import CHUNK_BYTES
-from fleetddp.common.update import Receipt, Slice, Version
+from fleetddp.common.update import ProxyInfo, Receipt, Slice, Version
 from fleetddp.protos import fleet_pb2 as pb
 
 
@@ -66,6 +66,8 @@ class StallWatch:
 class PullTransfer:
     """Byte ranges of one version on their way to a sink."""
 
+    method = "Pull"
+
     def __init__(self, node: str, version: int, ranges: Sequence[ByteRange], sink: Sink) -> None:
         self.version = version  # -1 (the newest) becomes its number with the first answer: the rest must be of the same one
         self.done = 0  # bytes given to the sink
@@ -93,7 +95,9 @@ class PullTransfer:
         elif not isinstance(reply, ChunkBytes):
             raise Refused(Reason.MALFORMED, "a pull's messages after the first are chunks")
         else:
-            self._deliver(*chunks.checked(reply))
+            chunk = chunks.checked(reply)
+            deliver(self, self._ranges, self._sink, chunk, f"version {self.version}")
+            self._digest = joined(self._digest, chunk.crc32c, len(chunk.data))
 
     def verified(self) -> Version:
         """The version's description, after the check of the whole payload's digest if all of it was pulled."""
@@ -114,16 +118,40 @@ class PullTransfer:
         self._info, self.version, self._described = info, info.number, True
         self._ranges = self._ranges or ((0, info.payload_bytes),)
 
-    def _deliver(self, offset: int, crc: int, data: memoryview) -> None:
-        start, stop = next(iter(skip(self._ranges, self.done)))
-        if offset != start or len(data) > stop - start:
-            raise Refused(Reason.OUT_OF_ORDER, f"bytes [{offset}, {offset + len(data)}) came where [{start}, {stop}) are due")
-        if checksum(data) != crc:
-            raise Refused(Reason.BAD_CHECKSUM, f"bytes [{offset}, {offset + len(data)}) of version {self.version}")
-        self._sink(offset, data)
-        self._digest = joined(self._digest, crc, len(data))
-        self.done += len(data)
+
+class ProxyTransfer:
+    """Byte ranges of a proxy set's file on their way to a sink."""
+
+    method = "PullProxy"
+
+    def __init__(self, node: str, ranges: Sequence[ByteRange], sink: Sink) -> None:
+        self.done = 0  # bytes given to the sink
         self.moved_at = time.monotonic()
+        self.info: ProxyInfo | None = None
+        self._node, self._ranges, self._sink = node, tuple(ranges), sink
+        self._described = False
+
+    def request(self) -> pb.ProxyRequest:
+        """Ask for what is missing: the first message of an attempt."""
+        self._described = False
+        return wire.pack_proxy_ask(self._node, skip(self._ranges, self.done))
+
+    @property
+    def complete(self) -> bool:
+        """Whether the sink has all that was asked for."""
+        return self.info is not None and self.done == total(self._ranges)
+
+    def take(self, reply: pb.ProxyReply | ChunkBytes) -> None:
+        """Check one message and give its bytes to the sink. Raises ``Refused`` where it is not the one that is due."""
+        if self._described and isinstance(reply, ChunkBytes):
+            deliver(self, self._ranges, self._sink, chunks.checked(reply), "the proxy set")
+            return
+        if self._described or isinstance(reply, ChunkBytes) or not reply.HasField("proxy"):
+            raise Refused(Reason.MALFORMED, "a proxy set comes as its description, then chunks")
+        info = wire.unpack_proxy(reply.proxy)
+        if self.info not in (None, info):
+            raise Refused(Reason.UNKNOWN_VERSION, f"the proxy set became another (now {info.digest[:12]}) in mid-transfer")
+        self.info, self._described = info, True
 
 
 class PushTransfer:
@@ -197,6 +225,21 @@ class PushAttempt:
     def end(self) -> None:
         """The call is over: let the sending thread go."""
         self._held.put(None)
+
+
+def deliver(
+    transfer: PullTransfer | ProxyTransfer, ranges: Sequence[ByteRange], sink: Sink, chunk: ChunkBytes, what: str
+) -> None:
+    """Give the next bytes of ``ranges`` to the sink; ``Refused`` where they are not those due, or damaged."""
+    offset, crc, data = chunk
+    start, stop = next(iter(skip(ranges, transfer.done)), (0, 0))
+    if offset != start or len(data) > stop - start:
+        raise Refused(Reason.OUT_OF_ORDER, f"bytes [{offset}, {offset + len(data)}) came where [{start}, {stop}) are due")
+    if checksum(data) != crc:
+        raise Refused(Reason.BAD_CHECKSUM, f"bytes [{offset}, {offset + len(data)}) of {what}")
+    sink(offset, data)
+    transfer.done += len(data)
+    transfer.moved_at = time.monotonic()
 
 
 def skip(ranges: Iterable[ByteRange], count: int) -> tuple[ByteRange, ...]:

@@ -26,8 +26,8 @@ from fleetddp.common.payload import Geometry
 from fleetddp.common.security import channel_credentials, check_plaintext, explain
 from fleetddp.common.transport import MEMBER_REASONS, Sink, chunks, limits, offers, wire
 from fleetddp.common.transport.backoff import Backoff
-from fleetddp.common.transport.transfers import PullTransfer, PushTransfer, StallWatch, Transfer
-from fleetddp.common.update import Kind, Receipt, Slice, State, UpdateHeader, Version
+from fleetddp.common.transport.transfers import ProxyTransfer, PullTransfer, PushTransfer, StallWatch, Transfer
+from fleetddp.common.update import Kind, ProxyInfo, Receipt, Slice, State, UpdateHeader, Version
 from fleetddp.protos import fleet_pb2 as pb
 
 T = TypeVar("T")
@@ -75,6 +75,7 @@ class _Link:
 class Uplink:
     """A parent at ``address`` (HOST:PORT or ``unix:PATH``), as seen by ``node``; a member's uplinks may be several (one a rank).
 
+    ``track``: which of the parent's tracks all calls are about; empty where it has only one.
     Raises ``ConfigError`` where ``security`` is incomplete or would show plaintext to others. ``rng`` draws the retries' jitter.
     ``push`` cuts the payload on codec blocks: for that it asks the parent once for the run's layout (an ``init`` holds its own).
     """
@@ -86,6 +87,7 @@ class Uplink:
         *,
         node: str,
         run: str = "",
+        track: str = "",
         patience: Patience = Patience(),
         rng: random.Random | None = None,
     ) -> None:
@@ -93,7 +95,7 @@ class Uplink:
         check_plaintext(address, security)
         self.address = address
         self._credentials = channel_credentials(security)
-        self._node, self._run = node, run
+        self._node, self._run, self._track = node, run, track
         self._patience = patience
         self._rng = rng or random.Random()
         self._lock = threading.Lock()
@@ -129,7 +131,7 @@ class Uplink:
     def watch(self, node: str, incarnation: int, after_version: int) -> Iterator[News]:
         """News as they come, until the stream breaks (``Unreachable``) or the parent is closed."""
         link = self._current()
-        call = self._open(link, "Watch", wire.pack_watch(node, incarnation, after_version))
+        call = self._open(link, "Watch", self._of_track(wire.pack_watch(node, incarnation, after_version)))
         try:
             for message in call:
                 yield wire.unpack_news(message)
@@ -148,12 +150,19 @@ class Uplink:
         self._persist(transfer, lambda: self._pull_once(transfer))
         return transfer.verified()
 
+    def pull_proxy(self, ranges: Sequence[ByteRange], sink: Sink) -> ProxyInfo:
+        """Bring byte ranges of the proxy set's file (none: nothing) to ``sink``; says what it is. See ``shelf.bring``."""
+        transfer = ProxyTransfer(self._node, ranges, sink)
+        self._persist(transfer, lambda: self._pull_once(transfer))
+        assert transfer.info is not None  # it is complete
+        return transfer.info
+
     def push(self, header: UpdateHeader, slice: Slice, payload: memoryview) -> Receipt:
         """Send one stream of an update; returns when the update is accepted, settled or refused (see ``Parent``).
 
         ``payload`` holds the encoded bytes of the slice's intervals, one after another.
         """
-        transfer = PushTransfer(offers.pack(Offer(header=header, slice=slice, run=self._run)), payload)
+        transfer = PushTransfer(self._of_track(offers.pack(Offer(header=header, slice=slice, run=self._run))), payload)
         try:
             return self._persist(transfer, lambda: self._push_once(transfer, header, slice))
         except Refused as refused:
@@ -172,16 +181,20 @@ class Uplink:
     def _ask(self, method: str, request: Any, timeout_s: float | None = None) -> Any:
         link = self._current()
         try:
-            return self._open(link, method, request, timeout=timeout_s or self._patience.call_s)
+            return self._open(link, method, self._of_track(request), timeout=timeout_s or self._patience.call_s)
         except grpc.RpcError as error:
             meaning = self._meaning(error)
             if isinstance(meaning, Unreachable) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._redial(link)
             raise meaning from None
 
-    def _pull_once(self, transfer: PullTransfer) -> None:
+    def _of_track(self, request: Any) -> Any:
+        request.track = self._track
+        return request
+
+    def _pull_once(self, transfer: PullTransfer | ProxyTransfer) -> None:
         link = self._current()
-        call = self._open(link, "Pull", transfer.request())
+        call = self._open(link, transfer.method, self._of_track(transfer.request()))
         with StallWatch(call.cancel, self._patience.stall_s) as watch:
             try:
                 for reply in call:
@@ -194,7 +207,7 @@ class Uplink:
                 raise self._broken(link, watch, error) from None
             finally:
                 call.cancel()
-        raise Refused(Reason.TRUNCATED, f"{self.address} ended a pull of version {transfer.version} after {transfer.done} bytes")
+        raise Refused(Reason.TRUNCATED, f"{self.address} ended a {transfer.method} after {transfer.done} bytes")
 
     def _push_once(self, transfer: PushTransfer, header: UpdateHeader, slice: Slice) -> Receipt:
         if not transfer.ranges:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fleetddp.common.errors import Reason, Refused
 from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, Leave, News
 from fleetddp.common.transport import limits
-from fleetddp.common.update import Interval, Receipt, State, Tier, UpdateId, Version
+from fleetddp.common.update import Interval, ProxyInfo, Receipt, State, Tier, UpdateId, Version
 from fleetddp.protos import fleet_pb2 as pb
 
 REASON_KEY = "fleet-reason"  # trailing metadata: a Reason's value
@@ -296,6 +296,39 @@ def unpack_version(message: pb.VersionInfo) -> Version:
 def _unpack_changed(numbers: Sequence[int]) -> tuple[int, ...]:
     limits.count(len(numbers), "changed", limits.MAX_FRAGMENTS)
     return tuple(limits.integer(number, "changed", 0, limits.MAX_VERSION) for number in numbers)
+
+
+class ProxyAsk(NamedTuple):
+    """What a child wants of the file of a proxy set."""
+
+    node: str
+    ranges: tuple[ByteRange, ...]
+
+
+def pack_proxy_ask(node: str, ranges: Sequence[ByteRange]) -> pb.ProxyRequest:
+    """Byte ranges of the file (none: only what it is)."""
+    return pb.ProxyRequest(node=node, ranges=pack_ranges(ranges))
+
+
+def unpack_proxy_ask(message: pb.ProxyRequest) -> ProxyAsk:
+    """Byte ranges of the file, checked against everything but its size."""
+    return ProxyAsk(limits.node(message.node), unpack_ranges(message.ranges, "ranges"))
+
+
+def pack_proxy(info: ProxyInfo) -> pb.ProxyInfo:
+    """What a proxy set's file is."""
+    return pb.ProxyInfo(name=info.name, digest=info.digest, file_bytes=info.file_bytes)
+
+
+def unpack_proxy(message: pb.ProxyInfo) -> ProxyInfo:
+    """What a proxy set's file is, checked."""
+    if not message.digest:
+        raise limits.malformed("digest", "", "64 hexadecimal digits")
+    return ProxyInfo(
+        limits.node(message.name, "name"),
+        limits.fingerprint(message.digest),
+        limits.integer(message.file_bytes, "file_bytes"),
+    )
 
 
 # ---- news -----------------------------------------------------------------------------------------------------------------

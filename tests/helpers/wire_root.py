@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleetddp.common.config import SecurityConfig
+from fleetddp.common.config import ONLY_TRACK, SecurityConfig
 from fleetddp.common.errors import FleetError, Reason, Refused
 from fleetddp.common.events import Event, Heartbeat, Join, Left, Offer, Proceed, SliceRejected, SliceStaged
 from fleetddp.common.payload import Geometry
@@ -122,7 +122,7 @@ class WireRoot(SimRoot):
             super(WireRoot, self).start()
             self._watch_over(self._driver)
             coordinator = self._config.coordinator.model_copy(update={"address": f"127.0.0.1:{free_port()}"})
-            self._server = Server(self._driver, self._config.model_copy(update={"coordinator": coordinator}))
+            self._server = Server({ONLY_TRACK: self._driver}, self._config.model_copy(update={"coordinator": coordinator}))
             self._port = await self._server.start()
 
         self._await(up())

@@ -69,9 +69,9 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
 
 
 def test_a_decision_in_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_order_of_arrival(updates: Iterable[Update], *rest: Any) -> Decision:
+    def in_order_of_arrival(updates: Iterable[Update], *rest: Any, **how: Any) -> Decision:
         updates = list(updates)
-        decision = merge.decision_on(updates, *rest)
+        decision = merge.decision_on(updates, *rest, **how)
         place = {update.update_id: n for n, update in enumerate(updates)}
         return replace(decision, terms=tuple(sorted(decision.terms, key=lambda term: place[term.update_id])))
 
@@ -80,9 +80,9 @@ def test_a_decision_in_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_mean_that_depends_on_who_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def favouring(updates: Iterable[Update], *how: Any) -> Decision:
+    def favouring(updates: Iterable[Update], *rest: Any, **how: Any) -> Decision:
         first, *others = updates
-        return merge.decision_on([replace(first, samples=2 * first.samples), *others], *how)
+        return merge.decision_on([replace(first, samples=2 * first.samples), *others], *rest, **how)
 
     monkeypatch.setattr(aggregator, "decision_on", favouring)
     assert broken(fleet()) == {"order"}
@@ -118,9 +118,9 @@ def test_an_acknowledged_update_that_is_left_out(monkeypatch: pytest.MonkeyPatch
 def test_an_update_that_is_in_two_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     before: list[Update] = []
 
-    def again(updates: Iterable[Update], *rest: Any) -> Decision:
+    def again(updates: Iterable[Update], *rest: Any, **how: Any) -> Decision:
         updates = list(updates)
-        decision = merge.decision_on([*updates, *before], *rest)
+        decision = merge.decision_on([*updates, *before], *rest, **how)
         before[:] = updates[:1]
         return decision
 
