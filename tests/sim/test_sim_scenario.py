@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match="is not YAML"):
         load(tmp_path / "bad.yaml")
+
+
+def test_a_scenario_is_read_before_torch_is_imported() -> None:
+    """So that ``fleetddp simulate`` can have its workers' torch imported while it imports its own."""
+    program = "import sys, fleetddp.edge.sim.scenario, fleetddp.edge.sim.preload; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
