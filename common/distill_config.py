@@ -22,3 +22,11 @@ class DistillConfig(Section):
     entropy_power: Annotated[float, Field(ge=0)] = 2.0  # how much less an unsure label weighs; 0: all weigh the same
     entropy_floor: Annotated[float, Field(gt=0, le=1)] = 0.01  # of certainty: what the least sure label weighs, before the power
     codec: str = Field(default="prob16", pattern=r"^(prob16|probtop:[1-9][0-9]{0,4})$")  # of a member's labels
+
+    def check(self, classes: int, *, by_tier: bool) -> None:
+        """Whether this fits a proxy set; ``ValueError``."""
+        if self.learn_from == "others" and not by_tier:
+            raise ValueError("distill.learn_from: others needs proxy.by_tier: true")
+        kept = self.codec.partition(":")[2]
+        if kept and int(kept) >= classes:
+            raise ValueError(f"distill.codec: {self.codec} of {classes} classes; fewer than all are due, or prob16")

@@ -87,3 +87,16 @@ def test_a_file_that_is_missing_or_no_yaml_or_no_mapping(tmp_path: Path) -> None
         load(bad)
     bad.write_text("")
     assert load(bad) == parse({})
+
+
+def test_distillation_fits_its_proxy_set() -> None:
+    proxy = {"name": "p", "classes": 3, "items": 8, "digest": "0" * 64}
+    assert (
+        parse({"kind": "logits", "publish": "prob16", "proxy": proxy, "distill": {"codec": "probtop:2"}}).distill.codec
+        == "probtop:2"
+    )
+    for distill, said in (({"codec": "probtop:3"}, "fewer than all are due"), ({"learn_from": "others"}, "needs proxy")):
+        with pytest.raises(ConfigError, match=said):
+            parse({"kind": "logits", "publish": "prob16", "proxy": proxy, "distill": distill})
+    with pytest.raises(ConfigError, match=r"distill\.codec"):
+        parse({"distill": {"codec": "int8"}})
