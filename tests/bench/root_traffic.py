@@ -216,9 +216,9 @@ class Arm:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--elements", type=int, default=2**20)
-    arguments.add_argument("--windows", type=int, default=2)
-    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--elements", type=int, default=2**22)
+    arguments.add_argument("--windows", type=int, default=1)
+    arguments.add_argument("--rounds", type=int, default=2)
     given = arguments.parse_args()
     ratios: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     with tempfile.TemporaryDirectory(prefix="fleetddp-root-traffic-") as folder:
