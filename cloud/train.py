@@ -220,9 +220,9 @@ def _meeting() -> dict[str, Any]:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, world, is_master=False)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, world, is_master=False)  # type: ignore[attr-defined]
     prefix = f"fleetddp/restart/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    return {"store": dist.PrefixStore(prefix, store), "rank": rank, "world_size": world}
+    return {"store": dist.PrefixStore(prefix, store), "rank": rank, "world_size": world}  # type: ignore[attr-defined]
 
 
 def main(arguments: list[str]) -> int:
