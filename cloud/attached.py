@@ -8,6 +8,7 @@ for x, y in loader:                                             # the rest of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ def attach(
     coordinator: str | Connect | None = None,
     site: str | None = None,
     tier: str = "site",
+    track: str | None = None,
+    include: Sequence[str] = (),
     run: str = "",
     security: SecurityConfig | None = None,
     group: dist.ProcessGroup | None = None,
@@ -48,7 +51,9 @@ def attach(
     if unknown:
         raise ConfigError(f"attach: {', '.join(unknown)}: no setting of attach; allowed are {', '.join(SETTINGS)}")
     config = settings_of("attach", run, settings)
-    member = member_of("attach", coordinator=coordinator, site=site, tier=tier, run=run, security=security)
+    member = member_of(
+        "attach", coordinator=coordinator, site=site, tier=tier, run=run, security=security, track=track, include=include
+    )
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise ConfigError("attach: call torch.distributed.init_process_group first")

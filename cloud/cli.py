@@ -67,6 +67,7 @@ def region(
 def edge(
     fleet: FleetFile,
     name: Annotated[str, typer.Option(help="This node's id: its certificate's common name.", show_default=False)],
+    track: Annotated[str, typer.Option(help="The track it takes part in, instead of edge.track.", show_default=False)] = "",
     insecure: Insecure = False,
 ) -> None:
     """Run an edge node: pull, train, push, until the run is finished."""
@@ -74,7 +75,7 @@ def edge(
     from fleetddp.edge.node import run_node
 
     log_to_terminal()
-    run_node(_load(fleet, insecure=insecure), name=name)
+    run_node(_load(fleet, insecure=insecure), name=name, track=track)
 
 
 @app.command(epilog="Example: fleetddp serve fleet.yaml --name cloud-1")
@@ -127,7 +128,7 @@ def status(
     key: Annotated[Path | None, typer.Option(help="Mutual TLS: my key.", show_default=False)] = None,
     insecure: Insecure = False,
 ) -> None:
-    """Show a run: members, versions and why the window is still open."""
+    """Show a run: members, versions and why the window is still open; of each of its tracks."""
     from fleetddp.cloud.status import show
     from fleetddp.common.config import parse
 
@@ -143,7 +144,8 @@ def check(fleet: FleetFile, json: Json = False) -> None:
     from fleetddp.common.outer import OuterOptimizer
 
     config = _load(fleet)
-    OuterOptimizer(config.outer)
+    for track in config.tracks or [""]:
+        OuterOptimizer(config.for_track(track).outer)
     typer.echo(config.model_dump_json(indent=2) if json else yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 

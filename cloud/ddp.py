@@ -5,6 +5,7 @@ model = FleetDDP(model, device_ids=[local_rank], sync_every=100)    # instead of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,8 @@ class FleetDDP(Participant, DistributedDataParallel):
     ``hierarchy``, ``cross_node``: likewise; gradients are averaged node by node, then between nodes (``hierarchy.py``). "auto":
     where that saves traffic, unless a communication hook was registered before the first training forward.
     ``tier``: "edge" for a group of gateway devices that joins as one edge member, and never founds a run.
+    ``track``: which of the fleet's tracks this model takes part in (default: ``FLEETDDP_TRACK``, else the only one).
+    ``include``: shell patterns of tensor names (``["adapter.*", "head.*"]``): only these are exchanged, the rest stays local.
     ``run``: refuse to take part in another run. ``security``: default ``FLEETDDP_CA``, ``_CERT``, ``_KEY`` or ``_INSECURE``.
     ``optimizer``: one or several; only needed where they should not be found by themselves.
 
@@ -53,6 +56,8 @@ class FleetDDP(Participant, DistributedDataParallel):
         hierarchy: str = SiteConfig.model_fields["hierarchy"].default,
         cross_node: str = SiteConfig.model_fields["cross_node"].default,
         tier: str = "site",
+        track: str | None = None,
+        include: Sequence[str] = (),
         run: str = "",
         security: SecurityConfig | None = None,
         optimizer: Optimizers = None,
@@ -63,7 +68,16 @@ class FleetDDP(Participant, DistributedDataParallel):
         settings |= {"warmup_sync_steps": warmup_sync_steps}
         settings |= {"hierarchy": hierarchy, "cross_node": cross_node}
         config = settings_of("FleetDDP", run, settings)
-        member = member_of("FleetDDP", coordinator=coordinator, site=site, tier=tier, run=run, security=security)
+        member = member_of(
+            "FleetDDP",
+            coordinator=coordinator,
+            site=site,
+            tier=tier,
+            run=run,
+            security=security,
+            track=track,
+            include=include,
+        )
         super().__init__(module, *args, **kwargs)
         self._settings, self._in_join = config, False
         self._enter(self.module, member, config, optimizer, group=self.process_group, device=self.device)

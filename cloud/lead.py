@@ -267,11 +267,11 @@ class Lead:
                 _log.warning("no coordinator has answered for %.0f s; the site goes on waiting", waited_s)
         except Refused as refused:
             if refused.reason is Reason.WRONG_LAYOUT:
-                raise self._mismatch(layout) from refused
+                raise self._mismatch(layout, refused.message) from refused
             raise
         return joined
 
-    def _mismatch(self, layout: Layout) -> LayoutMismatch:
+    def _mismatch(self, layout: Layout, why: str) -> LayoutMismatch:
         """What is wrong with this model, by the fleet's layout."""
         for _ in polls(1.0):
             try:
@@ -279,7 +279,7 @@ class Lead:
                 break
             except Unreachable as error:
                 _log.info("trying again: %s", error)
-        return LayoutMismatch(f"this model is not the fleet's model: {difference}")
+        return LayoutMismatch(f"this model is not the fleet's model: {difference} ({why})")
 
 
 def _failure(error: FleetError) -> Order:

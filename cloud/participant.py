@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +131,25 @@ def _batch_size(inputs: Any, kwargs: Mapping[str, Any]) -> int:
 
 
 def member_of(
-    caller: str, *, coordinator: str | Connect | None, site: str | None, tier: str, run: str, security: SecurityConfig | None
+    caller: str,
+    *,
+    coordinator: str | Connect | None,
+    site: str | None,
+    tier: str,
+    run: str,
+    security: SecurityConfig | None,
+    track: str | None,
+    include: Sequence[str],
 ) -> Member:
     """Who joins, and how, by arguments and else by the environment. ``caller``: for the messages of ``ConfigError``."""
+    track = os.environ.get("FLEETDDP_TRACK", "") if track is None else track
     return Member(
         node=_node(caller, site),
         tier=_tier(caller, tier),
         run=run,
-        connect=_connect(caller, coordinator, security or _security_from_environment(), run),
+        connect=_connect(caller, coordinator, security or _security_from_environment(), run, track),
+        track=track,
+        include=tuple(include),
     )
 
 
@@ -175,7 +186,7 @@ def _security_from_environment() -> SecurityConfig:
     return parse({"security": {**files, "insecure": os.environ.get("FLEETDDP_INSECURE") == "1"}}, source="FLEETDDP_*").security
 
 
-def _connect(caller: str, coordinator: str | Connect | None, security: SecurityConfig, run: str) -> Connect:
+def _connect(caller: str, coordinator: str | Connect | None, security: SecurityConfig, run: str, track: str) -> Connect:
     if callable(coordinator):
         return coordinator
     address = coordinator or os.environ.get("FLEETDDP_COORDINATOR")
@@ -186,6 +197,6 @@ def _connect(caller: str, coordinator: str | Connect | None, security: SecurityC
     def dial(node: str) -> Parent:
         from fleetddp.common.transport.uplink import Uplink
 
-        return Uplink(config.address, security, node=node, run=run)
+        return Uplink(config.address, security, node=node, run=run, track=track)
 
     return dial

@@ -26,6 +26,8 @@ class Member(NamedTuple):
     tier: Tier
     run: str
     connect: Callable[[str], Parent]  # node -> Parent
+    track: str = ""
+    include: tuple[str, ...] = ()  # patterns of the tensors that are exchanged; none: all that can be
 
 
 class Roster(NamedTuple):
@@ -38,12 +40,13 @@ class Roster(NamedTuple):
 
 def muster(member: Member, config: SiteConfig, group: dist.ProcessGroup, device: torch.device) -> Roster:
     """Agree; a collective. Raises ``ConfigError``, on all ranks, where their settings differ."""
-    card = (member.node or own_name(), time.time_ns() // 1000, _machine(), member.tier.value, config.model_dump_json())
+    settings = (member.tier.value, member.track, member.include, config.model_dump_json())
+    card = (member.node or own_name(), time.time_ns() // 1000, _machine(), *settings)
     cards = tell_all(card, group, device)
-    node, _, _, *settings = cards[0]
+    node, _, _, *first = cards[0]
     for rank, (_, _, _, *theirs) in enumerate(cards):
-        if theirs != settings:
-            raise ConfigError(f"the ranks of a site have the same settings; rank 0: {settings}, rank {rank}: {theirs}")
+        if theirs != first:
+            raise ConfigError(f"the ranks of a site have the same settings; rank 0: {first}, rank {rank}: {theirs}")
     incarnation = max(now for _, now, *_ in cards)  # rank 0 may have moved to a machine whose clock is behind
     return Roster(node, incarnation, _carriers(config, [machine for _, _, machine, *_ in cards]))
 

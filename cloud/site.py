@@ -117,7 +117,7 @@ class Site:
         self.boundaries = 0
         self.samples = 0.0  # seen by this rank since the last boundary
         self.counter = StepCounter(module, optimizers)
-        self.layout = Layout.from_module(module, buffers=config.buffers)
+        self.layout = Layout.from_module(module, buffers=config.buffers, include=member.include)
         self._module, self._member, self._config = module, member, config
         self._group, self._device = group, device
         self._deferred, self._exchange_type = deferred, exchange

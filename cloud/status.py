@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -24,26 +25,43 @@ def show(address: str, security: SecurityConfig, *, as_json: bool, watch: bool) 
     """Ask once and print, or again every second (``watch``). Raises ``Unreachable`` when nobody answers."""
     if as_json and watch:
         raise ConfigError("--json prints once and --watch shows tables: give one of them")
-    uplink = Uplink(address, security, node="")
-    try:
+    with contextlib.ExitStack() as uplinks:
+
+        def ask(track: str = "") -> dict[str, Any]:
+            if track not in asked:
+                asked[track] = Uplink(address, security, node="", track=track)
+                uplinks.callback(asked[track].close)
+            return asked[track].status()
+
+        def look() -> dict[str, dict[str, Any]]:
+            first = ask()
+            others = [name for name in first.get("tracks", ()) if name != first["track"]]
+            return {first.get("track", ""): first, **{name: ask(name) for name in others}}
+
+        asked: dict[str, Uplink] = {}
         if as_json:
-            print(json.dumps(uplink.status(), indent=2))
+            found = look()
+            print(json.dumps(found.get("", {"tracks": found}), indent=2))
         elif not watch:
-            Console().print(render(uplink.status()))
+            Console().print(render_all(look()))
         else:
-            with Live(render(uplink.status()), auto_refresh=False) as live:
+            with Live(render_all(look()), auto_refresh=False) as live:
                 while True:
                     time.sleep(REFRESH_S)
-                    live.update(render(uplink.status()), refresh=True)
-    finally:
-        uplink.close()
+                    live.update(render_all(look()), refresh=True)
+
+
+def render_all(statuses: Mapping[str, Mapping[str, Any]]) -> Group:
+    """Each track's, one below the other; of a run that has only one, that."""
+    return Group(*map(render, statuses.values()))
 
 
 def render(status: Mapping[str, Any]) -> Group:
     """A run's status as a headline, the window's reason, and tables of members and versions; ages by the coordinator's clock."""
     window, now = status["window"], status["at"]
     newest = status["version"]
-    headline = f"run {status['run']}   version {newest if newest >= 0 else 'none yet'}"
+    track = f"   track {status['track']} ({status['tracks'][status['track']]['kind']})" if "track" in status else ""
+    headline = f"run {status['run']}{track}   version {newest if newest >= 0 else 'none yet'}"
     if status["finished"]:
         headline += f"   finished: {status['finished']}"
     counters = status["counters"]

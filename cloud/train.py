@@ -1,10 +1,11 @@
 """Train a ``Task`` as a site: ``torchrun -m fleetddp.cloud.train fleet.yaml``.
 
-The fleet file names the task and the coordinator; ``FLEETDDP_NODE`` names the site. Each rank trains on its part of the
-task's data, each epoch in an order of its own; rank 0 evaluates each version that the site adopts and reports the metrics. With
-``site.checkpoint`` a restarted site goes on where it was, with as many ranks as there are then: ``site.global_batch`` keeps the
-batch as it is, ``site.lr_scaling`` fits the learning rate to it. A task may have a method ``scheduler(optimizer)``: a scheduler
-of the learning rate, which is told of every step. Exit codes: 0 the run or the epochs have ended; 1 failed; 2 a setting.
+The fleet file names the task and the coordinator; ``FLEETDDP_NODE`` names the site, ``FLEETDDP_TRACK`` its track where it is not
+``site.track``. Each rank trains on its part of the task's data, each epoch in an order of its own; rank 0 evaluates each version
+that the site adopts and reports the metrics. With ``site.checkpoint`` a restarted site goes on where it was, with as many ranks
+as there are then: ``site.global_batch`` keeps the batch as it is, ``site.lr_scaling`` fits the learning rate to it. A task may
+have a method ``scheduler(optimizer)``: a scheduler of the learning rate, which is told of every step. Exit codes: 0 the run or
+the epochs have ended; 1 failed; 2 a setting.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Trainer:
     """One rank's training: the model, the data and where they stand."""
 
     def __init__(self, config: FleetConfig, device: torch.device) -> None:
+        self._track = os.environ.get("FLEETDDP_TRACK", config.site.track)
+        config = config.for_track(self._track)
         if config.task is None:
             raise ConfigError("task: the fleet file names no task; give task.target: package.module:Class")
         self._config, self._device = config, device
@@ -107,6 +110,8 @@ class Trainer:
             buffers=site.buffers,
             hierarchy=site.hierarchy,
             cross_node=site.cross_node,
+            track=self._track,
+            include=config.include,
             run=config.run,
             security=None if config.security == SecurityConfig() else config.security,
         )

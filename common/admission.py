@@ -96,8 +96,8 @@ def _run_goes_on(header: UpdateHeader, standing: Standing) -> None:
 def _kind_is_taken(header: UpdateHeader, standing: Standing) -> None:
     of_labels = standing.config.kind == "logits"
     if header.kind is not Kind.PARTIAL and (header.kind is Kind.LOGITS) != of_labels:
-        exchanged = "soft labels" if of_labels else "weights"
-        raise Refused(Reason.WRONG_KIND, f"a {header.kind.value}; this track exchanges {exchanged}")
+        said = f"a {header.kind.value}: this track takes soft labels" if of_labels else "soft labels are not taken in this track"
+        raise Refused(Reason.WRONG_KIND, said)
     if (header.kind is Kind.PARTIAL) != bool(header.groups):
         raise Refused(
             Reason.MALFORMED, f"a {header.kind.value} with {len(header.groups)} groups; a partial has them, no other kind"

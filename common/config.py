@@ -441,7 +441,7 @@ class FleetConfig(Section):
     def for_track(self, name: str) -> FleetConfig:
         """The fleet file as one track's coordinator and members see it; empty: the only one. ``ConfigError`` if there is none.
 
-        A section that the track gives is its own, whole. A journal of its own is in a folder of the fleet's.
+        A section that the track gives is its own, whole. Journal and edge nodes' state are in folders of the track's name.
         """
         if not self.tracks:
             if name not in ("", ONLY_TRACK):
@@ -462,6 +462,8 @@ class FleetConfig(Section):
             given.setdefault("outer", OuterConfig())
         merged = {key: getattr(self, key) for key in self.model_fields_set if key != "tracks"} | given
         merged["coordinator"] = self.coordinator.model_copy(update={"journal": self.coordinator.journal / name})
+        edge = merged.get("edge", self.edge)
+        merged["edge"] = edge.model_copy(update={"state": edge.state / name})
         for section in {"site", "region", "edge"} & set(merged):
             merged[section] = merged[section].model_copy(update={"track": ""})
         if given.get("kind") == "logits":

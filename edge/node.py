@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fleetddp.common.config import FleetConfig
-from fleetddp.common.errors import ConfigError, FleetError, Reason, Refused, StorageError, Unreachable
+from fleetddp.common.errors import ConfigError, FleetError, LayoutMismatch, Reason, Refused, StorageError, Unreachable
 from fleetddp.common.events import Join
 from fleetddp.common.task import Task, load
 from fleetddp.common.transport import MEMBER_REASONS, Parent
@@ -67,7 +67,9 @@ class EdgeNode:
     ) -> None:
         self._config, self._parent, self._ready = config, parent, ready
         edge = config.edge
-        self._trainer = TRAINERS[edge.update](task, name, edge, seed=config.seed, index=index, count=count, device=device)
+        self._trainer = TRAINERS[edge.update](
+            task, name, edge, seed=config.seed, index=index, count=count, device=device, include=config.include
+        )
         self._layout = self._trainer.layout
         nature = Nature(
             name, config.run, self._layout.fingerprint, self._trainer.kind, edge.codec, self._trainer.geometry.required()
@@ -125,7 +127,8 @@ class EdgeNode:
     def _explain(self, refusal: Refused) -> None:
         """Say which tensor differs, if that is what is wrong: raises ``LayoutMismatch``."""
         if refusal.reason is Reason.WRONG_LAYOUT:
-            self._parent.layout().check(self._trainer.model)
+            difference = self._parent.layout().first_difference(self._layout)
+            raise LayoutMismatch(f"this model is not the fleet's model: {difference} ({refusal.message})") from refusal
 
     def _is_going(self) -> bool:
         return not (self._stopped.is_set() or self._session.finished or self._session.failure is not None)
@@ -278,8 +281,13 @@ def _costs_little(error: FleetError) -> bool:
     return isinstance(error, Unreachable) or (isinstance(error, Refused) and error.reason in MEMBER_REASONS)
 
 
-def run_node(config: FleetConfig, *, name: str) -> None:
-    """``fleetddp edge``: run one node until the run is finished, or SIGTERM ends it; both return. Ctrl-C raises."""
+def run_node(config: FleetConfig, *, name: str, track: str = "") -> None:
+    """``fleetddp edge``: run one node until the run is finished, or SIGTERM ends it; both return. Ctrl-C raises.
+
+    ``track``: instead of ``edge.track``.
+    """
+    track = track or config.edge.track
+    config = config.for_track(track)
     if config.task is None:
         raise ConfigError("task: an edge node needs a Task; give task.target in the fleet file")
     parent = connect(
@@ -287,6 +295,7 @@ def run_node(config: FleetConfig, *, name: str) -> None:
         config.security,
         node=name,
         run=config.run,
+        track=track,
         patience=patience(config),
         after_s=config.members.lease_s,
     )

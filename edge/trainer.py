@@ -10,7 +10,7 @@ import math
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -75,12 +75,13 @@ class Trainer(ABC):
         index: int = 0,
         count: int = 1,
         device: torch.device | str = "cpu",
+        include: Sequence[str] = (),
     ) -> None:
         self._task = task
         self._config = config
         self._device = torch.device(device)
         self.model = task.model().to(self._device)
-        self.layout = Layout.from_module(self.model, buffers=config.buffers)
+        self.layout = Layout.from_module(self.model, buffers=config.buffers, include=include)
         self._optimizer = self._new_optimizer()
         self._loader = _loader(task.data(member, index, count), member, config.batch_size, seed)
         self._batches = self._endless()

@@ -106,7 +106,7 @@ def _unpack_fragment(message: pb.Fragment) -> Fragment:
 
 
 def _unpack_covers(messages: Sequence[pb.Range], kind: Kind) -> tuple[Interval, ...]:
-    if bool(messages) != (kind is Kind.LOGITS):
+    if messages and kind is not Kind.LOGITS:
         raise limits.malformed("covers", f"a list of {len(messages)} for kind {kind.value}", "some of logits, none otherwise")
     return wire.unpack_ranges(messages, "covers")
 

@@ -188,6 +188,12 @@ class Scenario(Section):
     populations: Annotated[dict[NodeName, PopulationConfig], Field(min_length=1)]
 
     @model_validator(mode="after")
+    def _one_track_of_whole_models(self) -> Scenario:
+        if self.fleet.tracks or self.fleet.include or self.fleet.kind != "weights":
+            raise ValueError("fleet: tracks, include and kind: logits are not simulated")
+        return self
+
+    @model_validator(mode="after")
     def _regions_exist(self) -> Scenario:
         for name, population in self.populations.items():
             if population.region is not None and population.region not in self.regions:
