@@ -265,7 +265,7 @@ def digest_of(sample: Tensor) -> str:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().numpy().astype("<f4", copy=False).tobytes()
+    return tensor.detach().cpu().float().numpy().astype("<f4", copy=False).tobytes()
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -16,7 +16,7 @@ from fleetddp.protos import inference_pb2 as pb
 
 def pack(tensor: Tensor) -> Any:
     """A tensor of at least one dimension. Raises ``Refused(TOO_LARGE)`` where it does not fit one message."""
-    data = tensor.detach().cpu().numpy().astype("<f4", copy=False).tobytes()
+    data = tensor.detach().cpu().float().numpy().astype("<f4", copy=False).tobytes()
     limits.size(len(data), "a tensor", limits.TENSOR_BYTES)
     return pb.FloatTensor(shape=tensor.shape, data=data)
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,6 +25,7 @@ def offloaded(hardness: Tensor, threshold: float) -> Tensor:
     return hardness.double() > threshold
 
 
+@settings(deadline=None)
 @given(hardnesses, st.floats(0, 1))
 def test_a_rate_is_never_exceeded_and_no_lower_threshold_keeps_to_it(values: list[float], rate: float) -> None:
     hardness = torch.tensor(values)
@@ -36,6 +37,7 @@ def test_a_rate_is_never_exceeded_and_no_lower_threshold_keeps_to_it(values: lis
     assert all(offloaded(hardness, t).sum() > most for t in lower)
 
 
+@settings(deadline=None)
 @given(hardnesses, st.randoms(use_true_random=False), st.floats(0, 1))
 def test_an_accuracy_is_reached_with_the_fewest_or_not_at_all(values: list[float], random: object, target: float) -> None:
     hardness = torch.tensor(values)
