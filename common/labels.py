@@ -74,8 +74,8 @@ def check_covers(header: UpdateHeader, layout: Layout) -> None:
         if not (end <= start < stop <= last and whole):
             raise Refused(
                 Reason.WRONG_ITEMS,
-                f"{header.update_id} covers elements [{start}, {stop}); a {header.tier.value}'s rows of {labels.width} lie in "
-                f"[{first}, {last}), {labels.items} of them, ascending",
+                f"{header.update_id} covers elements [{start}, {stop}); tier {header.tier.value}'s rows of {labels.width} lie in "
+                f"[{first}, {last}), {labels.items} of them; each comes once, ascending",
             )
         end = stop
     if not header.covers:

@@ -27,7 +27,7 @@ from fleetddp.common.region_journal import RegionJournal
 from fleetddp.common.telemetry import Telemetry
 from fleetddp.common.transport import Parent
 from fleetddp.common.transport.memory import MemoryFleet
-from fleetddp.common.update import Kind, Receipt, Slice, State, Tier, Update, UpdateHeader, UpdateId, Version
+from fleetddp.common.update import Interval, Kind, Receipt, Slice, State, Tier, Update, UpdateHeader, UpdateId, Version
 from fleetddp.edge.sim.memory_files import MemoryFiles
 
 FOLDER = Path("/journal")
@@ -240,13 +240,26 @@ class Leaf:
         return self.parent.heartbeat(Heartbeat(node=self.node, incarnation=1, open=(update_id,))).receipts[0]
 
     def send(
-        self, values: Tensor, *, base: int = 0, samples: float = 1.0, codec: str = "float32", kind: Kind = Kind.DELTA
+        self,
+        values: Tensor,
+        *,
+        base: int = 0,
+        samples: float = 1.0,
+        codec: str = "float32",
+        kind: Kind = Kind.DELTA,
+        covers: tuple[Interval, ...] = (),
     ) -> UpdateId:
-        """Push a new update; it must be accepted."""
+        """Push a new update; it must be accepted. ``covers``: of ``values``, where it is of soft labels."""
         self.sequence += 1
         update_id = UpdateId(self.node, 1, self.sequence)
         header = UpdateHeader(
-            update_id=update_id, kind=kind, tier=self.tier, base_version=base, codec=codec, layout=self.layout.fingerprint
+            update_id=update_id,
+            kind=kind,
+            tier=self.tier,
+            base_version=base,
+            codec=codec,
+            layout=self.layout.fingerprint,
+            covers=covers,
         )
         geometry = Geometry.of_update(header, self.layout)
         payload = b"".join(bytes(bytes_of(geometry.encode(values[a:b], (a, b)))) for a, b in geometry.required())
