@@ -56,6 +56,14 @@ def test_a_delta_is_where_it_began_minus_where_the_steps_led() -> None:
     assert work.metrics["train_loss"] == pytest.approx(sum(losses) / 3)
 
 
+@pytest.mark.parametrize(("pinned", "made"), [(None, 5), (2, 2)])
+def test_steps_that_the_parent_wants_are_made_unless_the_fleet_file_fixes_them(pinned: int | None, made: int) -> None:
+    trainer = DeltaTrainer(LineTask(points=7), "pi", EdgeConfig(steps=pinned, batch_size=3), seed=0)  # three batches an epoch
+    work = trainer.train(going, 5)
+    assert work is not None
+    assert work.steps == made
+
+
 def test_without_steps_a_unit_is_whole_epochs() -> None:
     trainer = DeltaTrainer(LineTask(points=7), "pi", EdgeConfig(epochs=2, batch_size=3), seed=0)
     work = trained(trainer)
