@@ -22,15 +22,68 @@ from pydantic import (
 from fleetddp.common.distill_config import DistillConfig
 from fleetddp.common.errors import ConfigError
 from fleetddp.common.inference_config import CascadeConfig, ServeConfig
-from fleetddp.common.sections import Address, host_port
-from fleetddp.common.sections import Section as Section
-from fleetddp.common.update import Tier
+from fleetddp.common.member_config import EdgeConfig, RegionConfig, SiteConfig
+from fleetddp.common.policy_config import (
+    MAX_NORM,
+    MAX_SAMPLES,
+    MIN_SAMPLES,
+    Constant,
+    Discount,
+    ElementWise,
+    Hinge,
+    LimitsConfig,
+    MergeConfig,
+    OuterConfig,
+    Polynomial,
+    Preset,
+    StalenessConfig,
+    UntilConfig,
+    WindowConfig,
+    WorkConfig,
+)
+from fleetddp.common.sections import Fraction, NodeName, Section, TrackName, host_port
 
-NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-TrackName = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")]  # empty: the only one
-Fraction = Annotated[float, Field(gt=0, le=1)]
-MAX_NORM = 1e18  # of anything merged: far beyond any training, and far from where float32 weights overflow
-MIN_SAMPLES, MAX_SAMPLES = 1e-9, 1e18  # behind anything merged: their sums and quotients stay clear of 0 and infinity
+__all__ = [
+    "MAX_NORM",
+    "MAX_SAMPLES",
+    "MIN_SAMPLES",
+    "ONLY_TRACK",
+    "CascadeConfig",
+    "Constant",
+    "CoordinatorConfig",
+    "Discount",
+    "DistillConfig",
+    "EdgeConfig",
+    "ElementWise",
+    "FleetConfig",
+    "Fraction",
+    "Hinge",
+    "Kind",
+    "LimitsConfig",
+    "MembersConfig",
+    "MergeConfig",
+    "NodeName",
+    "OuterConfig",
+    "Polynomial",
+    "Preset",
+    "ProxyConfig",
+    "Publish",
+    "RegionConfig",
+    "Section",
+    "SecurityConfig",
+    "ServeConfig",
+    "SiteConfig",
+    "StalenessConfig",
+    "StartConfig",
+    "TaskConfig",
+    "TrackConfig",
+    "TrackName",
+    "UntilConfig",
+    "WindowConfig",
+    "WorkConfig",
+    "load",
+    "parse",
+]
 
 
 class SecurityConfig(Section):
@@ -82,142 +135,6 @@ class MembersConfig(Section):
         return self
 
 
-Preset = Literal["sync", "semi_sync", "async", "fedbuff", "periodic"]
-
-
-class WindowConfig(Section):
-    """When to merge (design §4). ``None`` means: as the preset says (table ``PRESETS`` in window.py)."""
-
-    preset: Preset = "semi_sync"
-    quorum: PositiveInt | Fraction | None = None  # an int counts updates; a float is a fraction of the live members
-    require: tuple[Tier, ...] | None = None
-    grace_s: Annotated[float, Field(ge=0)] | Literal["auto"] | None = None
-    deadline_s: PositiveFloat | None = None
-    min_updates: PositiveInt | None = None
-
-
-class Constant(Section):
-    """No discount: d(s) = 1."""
-
-    kind: Literal["constant"] = "constant"
-
-
-class Polynomial(Section):
-    """d(s) = (1 + s)^-a (Xie et al., Asynchronous Federated Optimization, 2019, §5)."""
-
-    kind: Literal["polynomial"] = "polynomial"
-    a: Annotated[float, Field(ge=0)] = 0.5
-
-
-class Hinge(Section):
-    """d(s) = 1 if s <= b else 1 / (a (s - b) + 1) (ibid.)."""
-
-    kind: Literal["hinge"] = "hinge"
-    a: PositiveFloat = 10.0
-    b: Annotated[float, Field(ge=0)] = 4.0
-
-
-Discount = Annotated[Constant | Polynomial | Hinge, Field(discriminator="kind")]
-
-
-class StalenessConfig(Section):
-    """How much a late update counts, and from when on it is refused."""
-
-    max_staleness: Annotated[int, Field(ge=0)] = 10
-    discount: Discount = Polynomial()
-
-
-class MergeConfig(Section):
-    """How to weigh updates."""
-
-    share: Literal["samples"] | dict[Tier, PositiveFloat] = "samples"
-    staleness: StalenessConfig = StalenessConfig()
-    tiers: dict[Tier, StalenessConfig] = Field(default={})  # overrides ``staleness`` for a tier
-    gradient_lr: PositiveFloat = 0.01  # a `gradient` joins as the delta of one local step of this size
-
-    @field_validator("share")
-    @classmethod
-    def _both_leaf_tiers(cls, value: object) -> object:
-        if isinstance(value, dict) and set(value) != {Tier.SITE, Tier.EDGE}:
-            raise ValueError("shares are {site: ..., edge: ...}: both tiers and no other (a region's updates are its members')")
-        return value
-
-    @field_validator("tiers")
-    @classmethod
-    def _leaf_tiers(cls, value: dict[Tier, StalenessConfig]) -> dict[Tier, StalenessConfig]:
-        if Tier.REGION in value:
-            raise ValueError("a region has no staleness of its own: its updates count as its members'; allowed are site, edge")
-        return value
-
-    def for_tier(self, tier: Tier) -> StalenessConfig:
-        """The staleness rule of one leaf tier."""
-        return self.tiers.get(tier, self.staleness)
-
-    def bound(self, tier: Tier) -> int:
-        """The largest staleness that is merged, of one tier; of a region that of its members who may be the latest."""
-        tiers = (Tier.SITE, Tier.EDGE) if tier is Tier.REGION else (tier,)
-        return max(self.for_tier(t).max_staleness for t in tiers)
-
-
-ElementWise = Literal["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"]
-
-
-class OuterConfig(Section):
-    """The outer optimizer: a class of torch.optim by name and its options, or a preset (table ``PRESETS`` in outer.py).
-
-    Only element-wise optimizers are allowed: the outer step is taken block by block. Options left out are torch's defaults,
-    except that SGD's ``lr`` is 1.0 (plain averaging).
-    """
-
-    preset: Literal["average", "diloco", "fedasync"] | None = None
-    optimizer: ElementWise = "SGD"
-    options: dict[str, Any] = Field(default={})
-
-    @model_validator(mode="after")
-    def _preset_or_optimizer(self) -> OuterConfig:
-        if self.preset is not None and {"optimizer", "options"} & self.model_fields_set:
-            raise ValueError("give either preset, or optimizer and options; not both")
-        return self
-
-
-class WorkConfig(Section):
-    """How much an edge node does for one update (work.py). One whose own file fixes its steps (``edge.steps``) keeps them, and so
-    does a site (``site.sync_every``)."""
-
-    steps: Literal["fixed", "adaptive"] = "fixed"  # adaptive: so many local steps that fast and slow members arrive together
-    min_steps: PositiveInt = 1
-    max_steps: Annotated[int, Field(gt=0, lt=2**31)] = 100
-
-    @model_validator(mode="after")
-    def _bounds_in_order(self) -> WorkConfig:
-        if self.min_steps > self.max_steps:
-            raise ValueError(f"min_steps ({self.min_steps}) is more than max_steps ({self.max_steps})")
-        return self
-
-
-class LimitsConfig(Section):
-    """What an update may be. Anything beyond is refused before it is staged or merged."""
-
-    max_norm: Annotated[float, Field(gt=0, le=MAX_NORM)] = MAX_NORM  # of the decoded parameters of one update
-    max_samples: Annotated[float, Field(ge=MIN_SAMPLES, le=MAX_SAMPLES)] = 1e9  # behind one leaf update
-    max_elements: PositiveInt = 2**34
-
-
-class UntilConfig(Section):
-    """When the run ends: at the first of these that is given. None given: never by itself."""
-
-    versions: PositiveInt | None = None
-    metric: str | None = None  # a metric that members report for versions, e.g. "accuracy"
-    at_least: float | None = None
-    hours: PositiveFloat | None = None  # since version 0; until there is one, since the coordinator started
-
-    @model_validator(mode="after")
-    def _metric_has_a_target(self) -> UntilConfig:
-        if (self.metric is None) != (self.at_least is None):
-            raise ValueError("until.metric and until.at_least go together")
-        return self
-
-
 class StartConfig(Section):
     """Where version 0 comes from: a safetensors file, or the first site's upload."""
 
@@ -243,80 +160,6 @@ class TaskConfig(Section):
         if value.count(":") != 1 or not all(value.split(":")):
             raise ValueError(f"{value!r} is not package.module:Class")
         return value
-
-
-class SiteConfig(Section):
-    """How a site takes part; read by ``fleetddp.cloud.train``, and the defaults of ``FleetDDP``."""
-
-    track: TrackName = ""  # that it takes part in, where the fleet has several
-    sync_every: PositiveInt = 100  # counted optimizer steps between boundaries
-    codec: str = "float32"
-    uplink: Literal["every_rank", "per_node", "rank0"] = "every_rank"
-    wait_s: Annotated[float, Field(ge=0)] | None = None  # at a boundary, for a new version; None: as long as it takes
-    overlap: Literal["none", "steps"] = "none"  # steps: train on while an update travels and a version is made
-    adopt_every: PositiveInt = 5  # counted steps between those at which a version may be adopted, with overlap
-    fragments: Annotated[int, Field(ge=1, le=64)] = 1  # of the layout, each exchanged every sync_every steps, in turn
-    warmup_sync_steps: Annotated[int, Field(ge=0)] = 0  # the run's first versions: an exchange at every step, no overlap
-    checkpoint: Path | None = None
-    checkpoint_every: PositiveInt = 1  # boundaries
-    epochs: PositiveInt = 1_000_000
-    batch_size: PositiveInt = 32  # samples of a rank in a step; with global_batch: at once, at most
-    global_batch: PositiveInt | None = None  # samples of all ranks in a step, however many ranks there are
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"  # of the task's learning rate, by the batch of all ranks
-    lr_reference_batch: PositiveInt | None = None  # the batch that the task's learning rate is meant for
-    lr_warmup_steps: Annotated[int, Field(ge=0)] = 0  # the learning rate rises to its value over so many steps
-    workers: Annotated[int, Field(ge=0)] = 0  # DataLoader processes of each rank
-    buffers: Literal["average", "local"] = "average"
-    hierarchy: Literal["auto", "on", "off"] = "auto"  # gradients averaged inside each node first, then between nodes
-    cross_node: Literal["float32", "bfloat16", "int8"] = "float32"  # of gradients between nodes, where hierarchy is used
-
-    @model_validator(mode="after")
-    def _a_step_for_each_fragment(self) -> SiteConfig:
-        if self.sync_every % self.fragments:
-            raise ValueError(f"sync_every ({self.sync_every}) must be a multiple of fragments ({self.fragments})")
-        if self.fragments > 1 and self.warmup_sync_steps:
-            raise ValueError("warmup_sync_steps exchanges all there is at every step; fragments must be 1 with it")
-        return self
-
-    @model_validator(mode="after")
-    def _scaled_from_something(self) -> SiteConfig:
-        if self.lr_scaling != "none" and self.lr_reference_batch is None:
-            raise ValueError(f"lr_scaling: {self.lr_scaling} needs lr_reference_batch")
-        return self
-
-
-class RegionConfig(Section):
-    """How a regional aggregator takes part: it listens as a coordinator does, and is a member of its parent."""
-
-    track: TrackName = ""  # that its members and it take part in, where the fleet has several
-    parents: tuple[Address, ...] = ()  # in the order to be tried; none: the coordinator's address
-    address: Address = "127.0.0.1:7071"  # what its members dial
-    listen: Address = ""  # what it binds; empty: the address
-    journal: Path = Path("region-journal")
-    keep_versions: PositiveInt = 3
-    metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0  # Prometheus; 0: off
-    codec: str = "float64"  # of its partials; any other than float64 loses something, which is carried into the next one
-    window: WindowConfig | None = None  # when to seal; None: as the fleet's ``window``, but see ``region_config``
-
-    @property
-    def deadline_is_fixed(self) -> bool:
-        """Else a window closes in time for the parent's."""
-        return self.window is not None and self.window.deadline_s is not None
-
-
-class EdgeConfig(Section):
-    """How an edge node takes part."""
-
-    track: TrackName = ""  # that it takes part in, where the fleet has several
-    update: Literal["delta", "gradient"] = "delta"
-    steps: PositiveInt | None = None  # local optimizer steps per update; None: whole epochs
-    epochs: PositiveInt = 1
-    batch_size: PositiveInt = 32
-    codec: str = "float32"
-    parents: tuple[Address, ...] = ()  # in the order to be tried; none: the coordinator's address
-    state: Path = Path("edge-state")  # the outbox and the newest version live in <state>/<node>
-    max_outbox: Annotated[int, Field(gt=0, le=256)] = 16  # updates not yet settled; beyond it the node waits
-    buffers: Literal["average", "local"] = "average"
 
 
 ONLY_TRACK = "main"  # the name of a fleet's only track, where the fleet file names none
