@@ -14,12 +14,19 @@ if TYPE_CHECKING:
     from fleetddp.cloud.attached import attach as attach
     from fleetddp.cloud.checkpoint import Checkpoint as Checkpoint
     from fleetddp.cloud.ddp import FleetDDP as FleetDDP
+    from fleetddp.cloud.distill import Distillation as Distillation
     from fleetddp.cloud.hierarchy import register_hierarchy as register_hierarchy
 
-__all__ = ["Checkpoint", "FleetDDP", "attach", "register_hierarchy"]
+__all__ = ["Checkpoint", "Distillation", "FleetDDP", "attach", "register_hierarchy"]
 
 
-_HOMES = {"Checkpoint": "checkpoint", "FleetDDP": "ddp", "attach": "attached", "register_hierarchy": "hierarchy"}
+_HOMES = {
+    "Checkpoint": "checkpoint",
+    "Distillation": "distill",
+    "FleetDDP": "ddp",
+    "attach": "attached",
+    "register_hierarchy": "hierarchy",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -117,7 +117,7 @@ class FleetDDP(Participant, DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies (an average of weights, say): they are no members of the fleet."""
-        return {**super().__getstate__(), "_site": None, "_comm_hooks": []}  # type: ignore[no-untyped-call]
+        return {**super().__getstate__(), "_site": None, "_teacher": None, "_comm_hooks": []}  # type: ignore[no-untyped-call]
 
 
 class _FleetJoinHook(JoinHook):

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,19 @@ Connect = Callable[[str], Parent]  # node -> Parent
 Optimizers = Optimizer | Iterable[Optimizer] | None
 
 
+class Teacher(Protocol):
+    """Whose consensus a model learns from: a ``Distillation``."""
+
+    def loss(self, outputs: Tensor, indices: Tensor) -> Tensor:
+        """See ``Participant.distillation_loss``."""
+        ...
+
+
 class Participant:
     """Base of ``FleetDDP`` and ``Attached``, which call ``_enter``."""
 
     _site: Site | None
+    _teacher: Teacher | None = None
     _counts_forwards = True
 
     def _enter(
@@ -105,6 +114,21 @@ class Participant:
     def report(self, metrics: Mapping[str, float], *, training: bool = False) -> None:
         """Tell the fleet of metrics evaluated on the version these weights are (``training``: of training). Rank 0's are sent."""
         self.site.report(metrics, NO_VERSION if training else self.site.version)
+
+    def learn_from(self, teacher: Teacher) -> None:
+        """Take ``distillation_loss`` from this one; a ``Distillation`` does so for its model."""
+        self._teacher = teacher
+
+    def distillation_loss(self, outputs: Tensor, indices: Tensor) -> Tensor:
+        """How far what the model says of proxy items is from what the fleet says of them: a scalar to be added to the loss.
+
+        ``outputs`` f[b, C]: this model's logits of the items ``indices`` i64[b], from a forward of the model, so that DDP
+        averages the gradient like any other; T^2 KL, times ``distill.mix`` (``distill.soft_loss``). 0, with a gradient, while
+        nobody has an opinion of them. Raises ``ConfigError`` where no ``Distillation`` is of this model, or for other shapes.
+        """
+        if self._teacher is None:
+            raise ConfigError("distillation_loss: make a fleetddp.cloud.Distillation of this model first")
+        return self._teacher.loss(outputs, indices)
 
     def close(self) -> None:
         """Leave the fleet; training may go on without it. All ranks call it; done by itself when the process ends."""

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from fleetddp.cloud.checkpoint import Checkpoint
 from fleetddp.cloud.collective import tell_all
 from fleetddp.cloud.ddp import FleetDDP
+from fleetddp.cloud.distill import Distillation
 from fleetddp.cloud.rate import LearningRate, scale
 from fleetddp.cloud.roster import own_name
 from fleetddp.cloud.sampler import EpochSampler, portion
@@ -51,7 +52,7 @@ class Trainer:
 
     def __init__(self, config: FleetConfig, device: torch.device) -> None:
         self._track = os.environ.get("FLEETDDP_TRACK", config.site.track)
-        config = config.for_track(self._track)
+        fleet, config = config, config.for_track(self._track)
         if config.task is None:
             raise ConfigError("task: the fleet file names no task; give task.target: package.module:Class")
         self._config, self._device = config, device
@@ -62,6 +63,7 @@ class Trainer:
         node = os.environ.get("FLEETDDP_NODE") or tell_all(own_name(), group, device)[0]
         torch.manual_seed(config.seed)  # equal first weights, should this site found the run twice
         self.model = self._wrap(self._task.model().to(device), node)
+        self._teacher = self._distillation(fleet, node)
         optimizer: Optimizer = self._task.optimizer(self.model.parameters())
         data = self._task.data(node, rank, world)
         sizes = tell_all(_size(data), group, device)
@@ -88,6 +90,8 @@ class Trainer:
             objects: dict[str, Any] = {"optimizer": optimizer, "rate": self.rate, "sampler": self._sampler}
             if self._scheduler is not None:
                 objects["scheduler"] = self._scheduler
+            if self._teacher is not None:
+                objects["distillation"] = self._teacher
             self._checkpoint = Checkpoint(site.checkpoint, self.model, **objects)
             self._checkpoint.load()
         self._boundaries, self._version = self.model.boundaries, self.model.version
@@ -116,6 +120,21 @@ class Trainer:
             security=None if config.security == SecurityConfig() else config.security,
         )
 
+    def _distillation(self, fleet: FleetConfig, node: str) -> Distillation | None:
+        """Its part in the track of soft labels that ``site.knowledge`` names."""
+        track = self._config.site.knowledge
+        if not track:
+            return None
+        return Distillation(
+            self.model,
+            fleet.for_track(track),
+            track=track,
+            task=self._task,
+            coordinator=os.environ.get("FLEETDDP_COORDINATOR"),
+            site=node,
+            security=None if fleet.security == SecurityConfig() else fleet.security,
+        )
+
     def _order_of(self, data: Dataset[Any], sizes: list[int]) -> EpochSampler:
         """How this rank goes through its ``data``; every rank makes the same number of steps. ``sizes``: of all ranks' data."""
         site, seed, size = self._config.site, self._config.seed, _size(data)
@@ -127,12 +146,16 @@ class Trainer:
         """Train until the fleet's run is finished, or the epochs are over."""
         self.model.start()
         for batches in self._all_steps():
+            if self._teacher is not None:
+                self._teacher.step(self._optimizer)
             loss = self._step(batches)
             self._sampler.advance()
             if self.model.boundaries != self._boundaries:
                 self._after_boundary(loss)
             if self.model.finished:
                 break
+        if self._teacher is not None:
+            self._teacher.close()
         self.model.close()
 
     def _all_steps(self) -> Iterator[list[Any]]:
@@ -147,17 +170,21 @@ class Trainer:
 
     def _step(self, batches: list[Any]) -> torch.Tensor:
         """One optimizer step; returns the loss, a mean over this rank's samples (or, of a global batch, its part of the mean)."""
-        losses = []
+        losses, teacher = [], self._teacher
+        learns = teacher is not None and teacher.known > 0
         for place, batch in enumerate(batches, start=1):
             samples = samples_in(batch)
             self.model.count_samples(samples)
-            with nullcontext() if place == len(batches) else self.model.no_sync():
+            with nullcontext() if place == len(batches) and not learns else self.model.no_sync():
                 loss = self._task.loss(self.model, batch)
                 if self._config.site.global_batch is not None:
                     # DDP takes the mean over ranks, but they may have unlike numbers of samples, in several pieces each.
                     loss = loss * (samples * dist.get_world_size() / self._portion.batch)
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
+        if teacher is not None and learns:
+            indices = teacher.draw(teacher.batch_items)
+            self.model.distillation_loss(teacher.outputs(indices), indices).backward()  # type: ignore[no-untyped-call]
         self.rate.step()
         self._optimizer.zero_grad()
         if self._scheduler is not None:

@@ -31,7 +31,8 @@ def soft_loss(logits: Tensor, probabilities: Tensor, temperature: float, weights
     if weights is None:
         weights = torch.ones_like(each)
     total = weights.sum()
-    return temperature**2 * (each * weights).sum() / torch.where(total > 0, total, 1.0)
+    loss: Tensor = temperature * temperature * (each * weights).sum() / torch.where(total > 0, total, 1.0)
+    return loss
 
 
 def certainty(probabilities: Tensor, *, power: float, floor: float) -> Tensor:

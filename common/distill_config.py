@@ -17,6 +17,7 @@ class DistillConfig(Section):
     ramp_versions: Annotated[int, Field(ge=0)] = 0  # the first of the track, over which that weight rises to ``mix``
     learn_from: Literal["others", "all"] = "all"  # others: the other tier alone; needs ``proxy.by_tier``
     batch_items: PositiveInt = 32  # of the proxy set, in a step
+    ensemble_steps: Annotated[int, Field(ge=0)] = 0  # a site takes on the proxy set alone when it has taken up a version
     label_items: PositiveInt = 100  # that a member labels in a window
     pull_items: PositiveInt | None = None  # whose labels it brings for a version, at most; None: of all that changed
     entropy_power: Annotated[float, Field(ge=0)] = 2.0  # how much less an unsure label weighs; 0: all weigh the same

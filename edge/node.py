@@ -34,6 +34,7 @@ from fleetddp.common.transport.session import Session
 from fleetddp.common.transport.uplink import Patience
 from fleetddp.common.transport.weights import fetch
 from fleetddp.common.update import NO_VERSION, Kind, Receipt, State, Tier
+from fleetddp.edge.distilled import DistilledNode
 from fleetddp.edge.outbox import Nature, Outbox
 from fleetddp.edge.trainer import TRAINERS, Work
 
@@ -299,7 +300,8 @@ def run_node(config: FleetConfig, *, name: str, track: str = "") -> None:
         patience=patience(config),
         after_s=config.members.lease_s,
     )
-    serve(EdgeNode(config, load(config.task), parent, name=name))
+    kind = DistilledNode if config.kind == "logits" else EdgeNode
+    serve(kind(config, load(config.task), parent, name=name))
 
 
 def patience(config: FleetConfig) -> Patience:
@@ -307,7 +309,7 @@ def patience(config: FleetConfig) -> Patience:
     return Patience(give_up_s=CUT_OFF * config.members.heartbeat_s)
 
 
-def serve(node: EdgeNode) -> None:
+def serve(node: EdgeNode | DistilledNode) -> None:
     """Run a node as a process of its own: SIGTERM ends it as Ctrl-C does, but is no failure.
 
     The node lives in a thread: a signal strikes the main thread wherever it is, and must never find it holding a lock.
@@ -336,7 +338,7 @@ def serve(node: EdgeNode) -> None:
     log.info("the run is finished: %s", outcome[0])
 
 
-def _live(node: EdgeNode, outcome: list[str | BaseException]) -> None:
+def _live(node: EdgeNode | DistilledNode, outcome: list[str | BaseException]) -> None:
     try:
         outcome.append(node.run())
     except BaseException as error:
