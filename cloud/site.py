@@ -46,8 +46,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,6 +56,7 @@ from torch.optim import Optimizer
 from fleetddp.cloud.courier import Courier, Errand, Parcel
 from fleetddp.cloud.exchange import Exchange
 from fleetddp.cloud.lead import Lead
+from fleetddp.cloud.owed import Owed, samples_of_stream, tell
 from fleetddp.cloud.recut import recut
 from fleetddp.cloud.rendezvous import Order, Rendezvous
 from fleetddp.cloud.roster import Member, Roster, muster
@@ -76,23 +76,6 @@ DIVERGED = (
 )
 
 _log = logging.getLogger(__name__)
-
-
-class _Told(NamedTuple):
-    """What one rank tells the others at a boundary."""
-
-    samples: float
-    seconds: float  # spent on them
-    finite: bool
-
-
-@dataclass(slots=True)
-class _Owed:
-    """What is behind the next update of a fragment."""
-
-    steps: int = 0  # counted
-    samples: float = 0.0
-    seconds: float = 0.0  # spent on them
 
 
 class Site:
@@ -129,7 +112,7 @@ class Site:
         self._courier: Courier | None = None
         self._place = 0  # of the next order
         self._forgotten = 0  # orders before this one are no longer in the store
-        self._owed = [_Owed() for _ in range(config.fragments)]  # until the last boundary; by fragment
+        self._owed = [Owed() for _ in range(config.fragments)]  # until the last boundary; by fragment
         self._turn: int | None = None  # the fragment that is next; None: the version decides
         self._awaiting = False  # a version, after the last update
         self._trained_since = time.monotonic()
@@ -358,14 +341,14 @@ class Site:
         self._exchange.share_buffers()
         owed, self._turn = self._owed[fragment], fragment + 1
         outgoing = self._exchange.snapshot(fragment)
-        told = self._tell(owed, finite=outgoing.finite())
+        told = tell(owed, finite=outgoing.finite(), group=self._group, device=self._device)
         if all(t.finite for t in told):
             if sum(t.samples for t in told) <= 0:
                 raise ConfigError("no samples were counted since the last update: call model.count_samples(n) once a batch")
             seconds = told[0].seconds  # the header is the same on all ranks
             of = Fragment(fragment, self._config.fragments) if self._config.fragments > 1 else None
             header = self._header(Kind.DELTA, self._codec.spec, sequence, steps=owed.steps, seconds=seconds, fragment=of)
-            samples = self._samples_of_stream(told, self._exchange.pushers(fragment))
+            samples = samples_of_stream(told, self._exchange.pushers(fragment), self._group.rank())
             self._push(header, samples, outgoing.payload, self._exchange.part(fragment))
             self._exchange.commit(outgoing, fragment)
         else:
@@ -374,21 +357,7 @@ class Site:
             if self._lead is not None:
                 self._lead.not_sent()
         self._awaiting = True
-        self._owed[fragment] = _Owed()
-
-    def _tell(self, owed: _Owed, *, finite: bool) -> list[_Told]:
-        """What all ranks tell, by rank: the one collective before the network."""
-        mine = _Told(owed.samples, owed.seconds, finite)
-        row = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        rows = [torch.empty_like(row) for _ in range(self._group.size())]
-        dist.all_gather(rows, row, group=self._group)
-        return [_Told(samples, seconds, bool(flag)) for samples, seconds, flag in torch.stack(rows).tolist()]
-
-    def _samples_of_stream(self, told: list[_Told], pushers: list[int]) -> float:
-        """This rank's samples; those of ranks without a slice go with the first stream."""
-        rank = self._group.rank()
-        others = sum(t.samples for r, t in enumerate(told) if r not in pushers) if rank == pushers[0] else 0.0
-        return told[rank].samples + others
+        self._owed[fragment] = Owed()
 
     def _push(
         self, header: UpdateHeader, samples: float, payload: Callable[[], memoryview], intervals: tuple[Interval, ...]
@@ -431,7 +400,7 @@ class Site:
     def _progress_is_settled(self) -> None:
         """It was sent or dropped: what is counted next belongs to the next update."""
         self.samples = 0.0
-        self._owed = [_Owed() for _ in self._owed]
+        self._owed = [Owed() for _ in self._owed]
 
     def _finish(self, reason: str) -> None:
         """The run is over: leave, so that the coordinator need not wait for us."""
