@@ -26,7 +26,7 @@ EXAMPLES = sorted(set(ROOT.glob("deploy/examples/*.yaml")) - {SCENARIO})
 def test_there_is_something_to_test() -> None:
     assert len(SCRIPTS) >= 4
     assert len(UNITS) == 3
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed (apt-get install shellcheck)")
@@ -53,7 +53,8 @@ def test_units_verify(unit: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
 def test_fleet_files_are_valid(example: Path) -> None:
     config = load(example)
-    OuterOptimizer(config.outer)
+    for track in config.tracks or [""]:
+        OuterOptimizer(config.for_track(track).outer)
     assert config.members.sites
     assert config.security.ca is not None, "an example for real machines is secure"
 

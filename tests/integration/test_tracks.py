@@ -312,5 +312,5 @@ def test_a_run_that_began_with_another_proxy_set_does_not_go_on_with_this_one(tm
     with running(config):
         pass
     ProxySet("points", CLASSES, items(7)).save(tmp_path / "points.safetensors")
-    with pytest.raises(Exception, match="tracks.knowledge: proxy: this run began with another proxy set"):
+    with pytest.raises(Exception, match=r"tracks\.knowledge: proxy: this run began with another proxy set"):
         RunningCoordinator(config)
