@@ -44,7 +44,7 @@ class Digits:
             given = f"sites {list(sites)}, edges {list(edges)}, unseen {list(unseen)}"
             raise ConfigError(f"digits: at least one edge, no name twice, not all classes unseen; given: {given}")
         self._seed, self._lr = seed, lr
-        images, labels = _images()
+        images, labels = read_images()
         rng = np.random.default_rng(seed)
         held_out, parts = _partition(labels, list(sites), list(edges), set(unseen), alpha, rng)
         self.test = TensorDataset(images[held_out], torch.as_tensor(labels[held_out]))
@@ -90,18 +90,22 @@ class Digits:
         """SGD with momentum and a little weight decay."""
         return torch.optim.SGD(parameters, lr=self._lr, momentum=0.9, weight_decay=1e-3)
 
-    @torch.no_grad()
     def evaluate(self, model: nn.Module) -> Mapping[str, float]:
         """``accuracy`` on the held-out images, and ``accuracy_0`` to ``accuracy_9`` by class."""
-        model.eval()
-        device = next(model.parameters()).device
-        images, labels = self.test.tensors
-        right = (model(images.to(device)).argmax(1).cpu() == labels).double()
-        by_class = {f"accuracy_{digit}": float(right[labels == digit].mean()) for digit in range(CLASSES)}
-        return {"accuracy": float(right.mean()), **by_class}
+        return accuracies(model, *self.test.tensors)
 
 
-def _images() -> tuple[Tensor, np.ndarray[Any, np.dtype[np.int64]]]:
+@torch.no_grad()
+def accuracies(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
+    """``accuracy`` of a model, and ``accuracy_0`` to ``accuracy_9`` by class; leaves it in eval mode."""
+    model.eval()
+    device = next(model.parameters()).device
+    right = (model(images.to(device)).argmax(1).cpu() == labels).double()
+    by_class = {f"accuracy_{digit}": float(right[labels == digit].mean()) for digit in range(CLASSES)}
+    return {"accuracy": float(right.mean()), **by_class}
+
+
+def read_images() -> tuple[Tensor, np.ndarray[Any, np.dtype[np.int64]]]:
     """float32[1797, 64] in [-1, 1], and labels."""
     try:
         from sklearn.datasets import load_digits
