@@ -8,6 +8,8 @@ Real processes on loopback, 3 MB of weights. Medians over the rounds, unless it 
 - rank_s, site_s: from the kill of one rank of a torchrun site of two (torchrun starts the site again), or of all its processes,
   to the next update of that site that is accepted. rank_rest_gap_s, site_rest_gap_s (the longest of all rounds): the longest time
   without a version meanwhile, in which another site goes on alone; at most the window's deadline, site_deadline_s, and a moment.
+- region_s: from the kill of one of two regions to the next partial of it that the root accepts; region_rest_gap_s as above
+  (region_deadline_s), its members going on through the other region or the root meanwhile. (The process starts preloaded.)
 
 Run: python tests/bench/recovery.py [--rounds N]
 """
@@ -26,14 +28,18 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from helpers.fleet import RunningCoordinator, fleet_config, free_port, on_port, running, write
+from helpers.fleet import fleet_config, free_port, on_port, running, write
 from helpers.marks import Flat
 from helpers.members import Member, Moments
+from helpers.preloaded import Preloaded
 from helpers.processes import TESTS, commands, eventually
+from helpers.region_processes import REGIONS, Tree, members
 from helpers.tasks import LineTask
 
 from fleetddp.common.config import FleetConfig
@@ -49,7 +55,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
     figures: dict[str, float] = {}
-    for measure in (coordinator_killed, edge_killed, site_killed):
+    for measure in (coordinator_killed, edge_killed, site_killed, region_killed):
         with tempfile.TemporaryDirectory() as folder:
             figures |= measure(Path(folder), rounds)
     print(json.dumps({"bench": "recovery", "figures": {name: round(seconds, 2) for name, seconds in figures.items()}}))
@@ -137,35 +143,65 @@ def site_killed(folder: Path, rounds: int) -> dict[str, float]:
         for what in ("rank", "site"):
             back, gaps = [], []
             for number in range(min(rounds, SITE_ROUNDS)):
-                before = member(coordinator, "struck")
-                eventually(lambda b=before: member(coordinator, "struck")[1] >= b[1] + 3, "it takes part", timeout_s=120.0)
-                incarnation = member(coordinator, "struck")[0]
+                before = member(coordinator.status(), "struck")
+                eventually(
+                    lambda b=before: member(coordinator.status(), "struck")[1] >= b[1] + 3, "it takes part", timeout_s=120.0
+                )
+                incarnation = member(coordinator.status(), "struck")[0]
                 killed = time.monotonic()
                 if what == "rank":
                     os.kill(struck.workers()[-1], signal.SIGKILL)
                 else:
                     struck.kill()
                     struck = TorchrunSite(config, folder, "struck", 2)
-                gaps.append(longest_gap(coordinator, incarnation, killed))
+                gaps.append(longest_gap(coordinator.status, "struck", incarnation, killed))
                 back.append(time.monotonic() - killed)
                 print(f"{what}, round {number}: back {back[-1]:.2f} s, longest without a version {gaps[-1]:.2f} s")
             figures |= {f"{what}_s": statistics.median(back), f"{what}_rest_gap_s": max(gaps)}
     return figures
 
 
-def member(coordinator: RunningCoordinator, node: str) -> tuple[int, int]:
+def region_killed(folder: Path, rounds: int) -> dict[str, float]:
+    """A root, two regions and six members; one region is struck and started again on its journal."""
+    deadline_s = 1.0
+    preloaded = Preloaded()
+    back, gaps = [], []
+    with contextlib.closing(preloaded):
+        tree = Tree(folder, preloaded, window={"preset": "fedbuff", "quorum": 6, "grace_s": None, "deadline_s": deadline_s})
+
+        def status() -> dict[str, Any]:
+            return tree.status(tree.root_address)
+
+        with members(tree, Moments(), seed=1):
+            for number in range(rounds):
+                before = member(status(), REGIONS[0])
+                eventually(lambda b=before: member(status(), REGIONS[0])[1] > b[1], "it takes part", timeout_s=60.0)
+                incarnation = member(status(), REGIONS[0])[0]
+                killed = time.monotonic()
+                tree.regions[REGIONS[0]].kill()
+                tree.start(REGIONS[0])
+                gaps.append(longest_gap(status, REGIONS[0], incarnation, killed))
+                back.append(time.monotonic() - killed)
+                print(f"region, round {number}: back {back[-1]:.2f} s, longest without a version {gaps[-1]:.2f} s")
+        for child in (*tree.regions.values(), tree.root):
+            child.kill()
+    return {"region_s": statistics.median(back), "region_rest_gap_s": max(gaps), "region_deadline_s": deadline_s}
+
+
+def member(status: dict[str, Any], node: str) -> tuple[int, int]:
     """Its incarnation, and how many updates of it were accepted."""
-    return next(((m["incarnation"], m["updates"]) for m in coordinator.status()["members"] if m["node"] == node), (0, 0))
+    return next(((m["incarnation"], m["updates"]) for m in status["members"] if m["node"] == node), (0, 0))
 
 
-def longest_gap(coordinator: RunningCoordinator, incarnation: int, since: float) -> float:
-    """Watch until an update of a newer process of the struck site is in: the longest time without a version since ``since``."""
-    poll, longest, version = threading.Event(), 0.0, coordinator.status()["version"]
+def longest_gap(status: Callable[[], dict[str, Any]], node: str, incarnation: int, since: float) -> float:
+    """Watch until an update of a newer process of the struck member is in: the longest time without a version since ``since``."""
+    poll, longest, version = threading.Event(), 0.0, status()["version"]
     joined: int | None = None  # updates when the newer process was seen first
     while True:
-        newest, (number, updates) = coordinator.status()["version"], member(coordinator, "struck")
-        if newest > version:
-            version, since = newest, time.monotonic()
+        now = status()
+        number, updates = member(now, node)
+        if now["version"] > version:
+            version, since = now["version"], time.monotonic()
         longest = max(longest, time.monotonic() - since)
         if number > incarnation:
             joined = updates if joined is None else joined
