@@ -9,6 +9,7 @@ usage() {
 usage: certs.sh ca DIR                     make the CA (ca.pem, ca.key)
        certs.sh coordinator DIR HOST...    the coordinator's certificate; HOST: every name or IP address that members dial
        certs.sh node DIR NODE...           a certificate for each node; its common name is the node id
+       certs.sh server DIR NODE HOST...    that of a node which others dial (a region, fleetddp serve), at these names or addresses
 Each PEM file lies beside its .key in DIR. Nothing is overwritten. DAYS (default 825) sets how long a certificate is valid.
 TEXT
   exit 2
@@ -42,8 +43,7 @@ make_ca() {
   echo "$dir/ca.pem"
 }
 
-make_coordinator() {
-  [ $# -gt 0 ] || usage
+alternative_names() { # HOST...
   local host names=""
   for host in "$@"; do
     case $host in
@@ -53,16 +53,37 @@ make_coordinator() {
       *) names+=",IP:$host" ;;
     esac
   done
+  echo "subjectAltName=${names#,}"
+}
+
+make_coordinator() {
+  [ $# -gt 0 ] || usage
+  local names
+  names=$(alternative_names "$@")
   sign coordinator coordinator "extendedKeyUsage=serverAuth
-subjectAltName=${names#,}"
+$names"
+}
+
+check_node() { # NODE
+  [[ $1 =~ ^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$ ]] || fail "'$1' is not a node id: up to 64 letters, digits, '.', '_' or '-'"
+  [[ $1 != ca && $1 != coordinator ]] || fail "a node cannot be called '$1' here"
+}
+
+make_server() {
+  [ $# -gt 1 ] || usage
+  local node=$1 names
+  check_node "$node"
+  shift
+  names=$(alternative_names "$@")
+  sign "$node" "$node" "extendedKeyUsage=serverAuth,clientAuth
+$names"
 }
 
 make_nodes() {
   [ $# -gt 0 ] || usage
   local node
   for node in "$@"; do
-    [[ $node =~ ^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$ ]] || fail "'$node' is not a node id: up to 64 letters, digits, '.', '_' or '-'"
-    [[ $node != ca && $node != coordinator ]] || fail "a node cannot be called '$node' here"
+    check_node "$node"
     sign "$node" "$node" "extendedKeyUsage=clientAuth"
   done
 }
@@ -74,5 +95,6 @@ case $command in
   ca) make_ca "$@" ;;
   coordinator) make_coordinator "$@" ;;
   node) make_nodes "$@" ;;
+  server) make_server "$@" ;;
   *) usage ;;
 esac

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x66leetddp/protos/inference.proto\x12\x0b\x66leetddp.v1\"*\n\x0b\x46loatTensor\x12\r\n\x05shape\x18\x01 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"F\n\x0cInferRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12(\n\x06inputs\x18\x02 \x01(\x0b\x32\x18.fleetddp.v1.FloatTensor\"H\n\nInferReply\x12)\n\x07outputs\x18\x01 \x01(\x0b\x32\x18.fleetddp.v1.FloatTensor\x12\x0f\n\x07version\x18\x02 \x01(\x03\"\x1e\n\x0eServingRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\"h\n\x0cServingReply\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x17\n\x0frefused_version\x18\x02 \x01(\x03\x12\x0f\n\x07samples\x18\x03 \x01(\x04\x12\x0f\n\x07\x62\x61tches\x18\x04 \x01(\x04\x12\x0c\n\x04shed\x18\x05 \x01(\x04\x32\x8b\x01\n\tInference\x12;\n\x05Infer\x12\x19.fleetddp.v1.InferRequest\x1a\x17.fleetddp.v1.InferReply\x12\x41\n\x07Serving\x12\x1b.fleetddp.v1.ServingRequest\x1a\x19.fleetddp.v1.ServingReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x66leetddp/protos/inference.proto\x12\x0b\x66leetddp.v1\"*\n\x0b\x46loatTensor\x12\r\n\x05shape\x18\x01 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"F\n\x0cInferRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12(\n\x06inputs\x18\x02 \x01(\x0b\x32\x18.fleetddp.v1.FloatTensor\"H\n\nInferReply\x12)\n\x07outputs\x18\x01 \x01(\x0b\x32\x18.fleetddp.v1.FloatTensor\x12\x0f\n\x07version\x18\x02 \x01(\x03\"\x1e\n\x0eServingRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\"y\n\x0cServingReply\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x17\n\x0frefused_version\x18\x02 \x01(\x03\x12\x0f\n\x07samples\x18\x03 \x01(\x04\x12\x0f\n\x07\x62\x61tches\x18\x04 \x01(\x04\x12\x0c\n\x04shed\x18\x05 \x01(\x04\x12\x0f\n\x07waiting\x18\x06 \x01(\x04\x32\x8b\x01\n\tInference\x12;\n\x05Infer\x12\x19.fleetddp.v1.InferRequest\x1a\x17.fleetddp.v1.InferReply\x12\x41\n\x07Serving\x12\x1b.fleetddp.v1.ServingRequest\x1a\x19.fleetddp.v1.ServingReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,7 +40,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVINGREQUEST']._serialized_start=238
   _globals['_SERVINGREQUEST']._serialized_end=268
   _globals['_SERVINGREPLY']._serialized_start=270
-  _globals['_SERVINGREPLY']._serialized_end=374
-  _globals['_INFERENCE']._serialized_start=377
-  _globals['_INFERENCE']._serialized_end=516
+  _globals['_SERVINGREPLY']._serialized_end=391
+  _globals['_INFERENCE']._serialized_start=394
+  _globals['_INFERENCE']._serialized_end=533
 # @@protoc_insertion_point(module_scope)

@@ -36,15 +36,17 @@ class ServingRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ...) -> None: ...
 
 class ServingReply(_message.Message):
-    __slots__ = ("version", "refused_version", "samples", "batches", "shed")
+    __slots__ = ("version", "refused_version", "samples", "batches", "shed", "waiting")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     REFUSED_VERSION_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     SHED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     version: int
     refused_version: int
     samples: int
     batches: int
     shed: int
-    def __init__(self, version: _Optional[int] = ..., refused_version: _Optional[int] = ..., samples: _Optional[int] = ..., batches: _Optional[int] = ..., shed: _Optional[int] = ...) -> None: ...
+    waiting: int
+    def __init__(self, version: _Optional[int] = ..., refused_version: _Optional[int] = ..., samples: _Optional[int] = ..., batches: _Optional[int] = ..., shed: _Optional[int] = ..., waiting: _Optional[int] = ...) -> None: ...

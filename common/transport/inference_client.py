@@ -75,12 +75,12 @@ class RemotePredictor:
         return Prediction(torch.cat(outputs) if len(outputs) > 1 else outputs[0], tuple(versions))
 
     def serving(self) -> dict[str, int]:
-        """What is in service and what it did: version, refused_version, samples, batches, shed."""
+        """What is in service and what it does, as in ``ServingReply`` (protos/inference.proto)."""
         try:
             reply = self._stub.Serving(pb.ServingRequest(node=self._node), timeout=self._timeout_s)
         except grpc.RpcError as error:
             raise self._meaning(error) from None
-        return {name: getattr(reply, name) for name in ("version", "refused_version", "samples", "batches", "shed")}
+        return {field.name: getattr(reply, field.name) for field in pb.ServingReply.DESCRIPTOR.fields}
 
     def close(self) -> None:
         """Drop the connection; calls in flight end with ``Unreachable``."""

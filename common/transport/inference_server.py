@@ -75,6 +75,11 @@ class Batching:
         finally:
             del self._answers[waiting]
 
+    @property
+    def waiting(self) -> int:
+        """Samples that wait to be computed."""
+        return self._batcher.queued
+
     async def close(self) -> None:
         """Finish the batch in hand."""
         if self._timer is not None:
@@ -178,6 +183,7 @@ class InferenceServer:
             samples=batching.samples,
             batches=batching.batches,
             shed=batching.shed,
+            waiting=batching.waiting,
         )
 
     def _admit(self, node: str, context: Any) -> None:

@@ -15,9 +15,10 @@ def certs(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([SCRIPT, *map(str, arguments)], capture_output=True, text=True, check=False)
 
 
-def make_ca(directory: Path, *nodes: str, hosts: tuple[str, ...] = ("localhost", "127.0.0.1")) -> Path:
-    """A CA in ``directory`` with a coordinator's certificate and one for each node."""
-    for command, names in (("ca", ()), ("coordinator", hosts), ("node", nodes)):
+def make_ca(directory: Path, *nodes: str, hosts: tuple[str, ...] = ("localhost", "127.0.0.1"), server: str = "") -> Path:
+    """A CA in ``directory``, a coordinator's certificate, one for each node, and one for the node ``server``, at ``hosts``."""
+    made = [("ca", ()), ("coordinator", hosts), ("node", nodes), *([("server", (server, *hosts))] if server else [])]
+    for command, names in made:
         result = certs(command, directory, *names)
         assert result.returncode == 0, result.stderr
     return directory

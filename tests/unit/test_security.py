@@ -21,7 +21,11 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="open
 @pytest.fixture(scope="module")
 def ca(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_ca(
-        tmp_path_factory.mktemp("certs"), "edge-1", "site_b.2", hosts=("localhost", "127.0.0.1", "::1", "fleet.example")
+        tmp_path_factory.mktemp("certs"),
+        "edge-1",
+        "site_b.2",
+        hosts=("localhost", "127.0.0.1", "::1", "fleet.example"),
+        server="west",
     )
 
 
@@ -154,9 +158,20 @@ def test_the_coordinators_certificate(ca: Path) -> None:
 
 
 @needs_openssl
+def test_the_certificate_of_a_node_that_others_dial(ca: Path) -> None:
+    certificate = read(ca / "west.pem")
+    certificate.verify_directly_issued_by(read(ca / "ca.pem"))
+    assert [a.value for a in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)] == ["west"]
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["localhost", "fleet.example"]
+    usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert list(usage) == [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+
+
+@needs_openssl
 def test_keys_are_private_and_nothing_is_overwritten(ca: Path) -> None:
     keys = sorted(ca.glob("*.key"))
-    assert [k.stem for k in keys] == ["ca", "coordinator", "edge-1", "site_b.2"]
+    assert [k.stem for k in keys] == ["ca", "coordinator", "edge-1", "site_b.2", "west"]
     assert {stat.S_IMODE(k.stat().st_mode) for k in keys} == {0o600}
     before = {p: p.read_bytes() for p in ca.iterdir()}
     for arguments in (("ca", ca), ("coordinator", ca, "localhost"), ("node", ca, "edge-1")):
@@ -170,14 +185,16 @@ def test_keys_are_private_and_nothing_is_overwritten(ca: Path) -> None:
 @pytest.mark.parametrize("node", ["", "-x", "a/b", "a b", "x" * 65, "ca", "coordinator", "a,CN=b"])
 def test_bad_node_names_are_refused(ca: Path, node: str) -> None:
     before = sorted(ca.iterdir())
-    result = certs("node", ca, node)
-    assert result.returncode == 1
-    assert node in result.stderr
+    for arguments in (("node", ca, node), ("server", ca, node, "localhost")):
+        result = certs(*arguments)
+        assert result.returncode == 1
+        assert node in result.stderr
     assert sorted(ca.iterdir()) == before
 
 
 @pytest.mark.parametrize(
-    "arguments", [(), ("ca",), ("node", "here"), ("coordinator", "here"), ("ca", "here", "more"), ("x", "here")]
+    "arguments",
+    [(), ("ca",), ("node", "here"), ("coordinator", "here"), ("server", "here", "west"), ("ca", "here", "more"), ("x", "here")],
 )
 def test_usage(arguments: tuple[str, ...]) -> None:
     result = certs(*arguments)
