@@ -20,7 +20,7 @@ from fleetddp.common import codecs
 from fleetddp.common.errors import REASONS, Reason, Refused
 from fleetddp.common.events import Heard, Heartbeat, Join, Joined, Leave, News, Offer
 from fleetddp.common.transport import chunks, limits, offers, wire
-from fleetddp.common.update import Group, Kind, Receipt, Slice, State, Tier, UpdateHeader, UpdateId, Version
+from fleetddp.common.update import Group, Kind, ProxyInfo, Receipt, Slice, State, Tier, UpdateHeader, UpdateId, Version
 from fleetddp.protos import fleet_pb2 as pb
 
 FINGERPRINT = "0123456789abcdef" * 4
@@ -72,6 +72,15 @@ PARTIAL = Offer(
     ),
     slice=Slice(intervals=((0, 512),), samples=10.0, digest=0),
 )  # fmt: skip
+LABELS = Offer(
+    header=UpdateHeader(
+        update_id=ID, kind=Kind.LOGITS, tier=Tier.EDGE, base_version=3, codec="prob16:10", layout=FINGERPRINT,
+        covers=((11, 33), (110, 121)),
+    ),
+    slice=Slice(intervals=((11, 33),), samples=2.0, digest=7),
+    run="demo",
+)  # fmt: skip
+PROXY = ProxyInfo("digits", FINGERPRINT, 70000)
 INIT = Offer(
     header=UpdateHeader(
         update_id=UpdateId("site", 1, 0), kind=Kind.INIT, tier=Tier.SITE, base_version=-1, codec="float32", layout=FINGERPRINT,
@@ -91,6 +100,8 @@ PAIRS: dict[str, tuple[Any, Callable[[Any], Message], Callable[[Any], Any]]] = {
     "delta": (DELTA, offers.pack, offers.unpack),
     "partial": (PARTIAL, offers.pack, offers.unpack),
     "init": (INIT, offers.pack, offers.unpack),
+    "logits": (LABELS, offers.pack, offers.unpack),
+    "proxy": (PROXY, wire.pack_proxy, wire.unpack_proxy),
 }
 
 
@@ -105,6 +116,7 @@ def test_small_requests_round_trip() -> None:
     assert wire.unpack_leave(wire.pack_leave("a", 3)) == Leave(node="a", incarnation=3)
     assert wire.unpack_pull(wire.pack_pull("a", -1, ())) == ("a", -1, ())
     assert wire.unpack_pull(wire.pack_pull("a", 4, ((0, 5), (5, 9)))) == ("a", 4, ((0, 5), (5, 9)))
+    assert wire.unpack_proxy_ask(wire.pack_proxy_ask("a", ((3, 9),))) == ("a", ((3, 9),))
     assert wire.unpack_watch(wire.pack_watch("a", 3, -1)) == ("a", 3, -1)
 
 
@@ -337,6 +349,9 @@ MESSAGES: dict[str, bytes] = {
     "PullReply(chunk)": chunks.pack(512, b"fleet"),
     "PushRequest(header:delta)": pb.PushRequest(header=offers.pack(DELTA)).SerializeToString(),
     "PushRequest(header:partial)": pb.PushRequest(header=offers.pack(PARTIAL)).SerializeToString(),
+    "PushRequest(header:logits)": pb.PushRequest(header=offers.pack(LABELS)).SerializeToString(),
+    "ProxyRequest": wire.pack_proxy_ask("edge-1", ((65536, 70000),)).SerializeToString(),
+    "ProxyReply(proxy)": pb.ProxyReply(proxy=wire.pack_proxy(PROXY)).SerializeToString(),
     "PushRequest(chunk)": chunks.pack(512, b"fleet"),
     "PushReply(held)": pb.PushReply(held=pb.Held(bytes=1536)).SerializeToString(),
     "PushReply(receipt)": pb.PushReply(receipt=wire.pack_receipt(RECEIPT)).SerializeToString(),
@@ -358,6 +373,24 @@ def test_golden_codecs() -> None:
         assert bytes(payload.numpy()).hex() == encoded, spec
         assert codec.encoded_bytes(len(VECTOR)) == len(encoded) // 2
         assert (codec.decode(payload, len(VECTOR)) - VECTOR).abs().max() <= 0.5
+
+
+def test_golden_soft_labels() -> None:
+    rows = torch.tensor([0.5, 0.25, 0.25, 1.0, 0.5, 0.5, 1.0, 2.0])
+    vectors = golden("### Soft labels")
+    assert set(vectors) == {"prob16:3", "probtop:2:3"}
+    for spec, encoded in vectors.items():
+        codec = codecs.get(spec)
+        assert bytes(codec.encode(rows).numpy()).hex() == encoded, spec
+        assert torch.equal(codec.decode(torch.tensor(list(bytes.fromhex(encoded)), dtype=torch.uint8), 8), rows)
+
+
+def test_an_empty_track_leaves_no_trace_and_a_name_is_one_field_more() -> None:
+    message = wire.pack_join(JOIN)
+    message.track = ""
+    assert message.SerializeToString() == MESSAGES["JoinRequest"]
+    message.track = "small"
+    assert message.SerializeToString() == MESSAGES["JoinRequest"] + bytes([8 << 3 | 2, 5]) + b"small"
 
 
 def test_the_limits_are_those_of_the_document() -> None:
