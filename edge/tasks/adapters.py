@@ -26,16 +26,11 @@ class Adapted(nn.Module):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
+        sizes = ((64, WIDTH), (WIDTH, WIDTH))
         self.norm = nn.LayerNorm(64)
-        self.backbone = nn.ModuleList([nn.Linear(64, WIDTH), nn.Linear(WIDTH, WIDTH)])
-        self.adapter = nn.ModuleList(
-            nn.Sequential(nn.Linear(layer.in_features, rank, bias=False), nn.Linear(rank, layer.out_features, bias=False))
-            for layer in self.backbone
-        )
+        self.backbone = nn.ModuleList(nn.Linear(*size) for size in sizes).requires_grad_(False)
+        self.adapter = nn.ModuleList(_low_rank(*size, rank) for size in sizes)
         self.head = nn.Linear(WIDTH, CLASSES)
-        self.backbone.requires_grad_(False)
-        for _, up in self.adapter:
-            nn.init.zeros_(up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """f32[b, 64] to f32[b, CLASSES]."""
@@ -44,6 +39,12 @@ class Adapted(nn.Module):
             x = torch.relu(layer(x) + adapter(x))
         out: Tensor = self.head(x)
         return out
+
+
+def _low_rank(inputs: int, outputs: int, rank: int) -> nn.Module:
+    down, up = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+    nn.init.zeros_(up.weight)
+    return nn.Sequential(down, up)
 
 
 class AdaptedDigits(Digits):

@@ -16,6 +16,7 @@ import yaml
 
 from fleetddp.cloud.coordinator import Coordinator
 from fleetddp.common.config import FleetConfig, parse
+from fleetddp.common.service import Service
 
 T = TypeVar("T")
 
@@ -33,17 +34,16 @@ def fleet_config(folder: Path, **sections: Any) -> FleetConfig:
     return parse(data)
 
 
-class RunningCoordinator:
-    """A started coordinator. ``address`` is what members dial."""
+class RunningService:
+    """A started aggregator, a coordinator or a region, in a thread of its own. ``address`` is what members dial."""
 
-    def __init__(self, config: FleetConfig) -> None:
-        self.config = config
-        self.coordinator = Coordinator(config)
+    def __init__(self, service: Service) -> None:
+        self.service = service
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="test-coordinator", daemon=True)
         self._thread.start()
         try:
-            self.run(self.coordinator.start())
+            self.run(service.start())
         except BaseException:
             self._end_loop()
             raise
@@ -51,7 +51,7 @@ class RunningCoordinator:
     @property
     def address(self) -> str:
         """HOST:PORT."""
-        return f"127.0.0.1:{self.coordinator.port}"
+        return f"127.0.0.1:{self.service.port}"
 
     def run(self, coroutine: Any, timeout_s: float = 30.0) -> Any:
         """Run a coroutine on the coordinator's loop and return its result."""
@@ -72,17 +72,26 @@ class RunningCoordinator:
 
     def status(self) -> dict[str, Any]:
         """As ``fleetddp status`` would see it."""
-        return self.call(self.coordinator.driver.status)
+        return self.call(self.service.driver.status)
 
     def stop(self) -> None:
         """A clean stop; the journal stays."""
-        self.run(self.coordinator.stop())
+        self.run(self.service.stop())
         self._end_loop()
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+class RunningCoordinator(RunningService):
+    """A started coordinator."""
+
+    def __init__(self, config: FleetConfig) -> None:
+        self.config = config
+        self.coordinator = Coordinator(config)
+        super().__init__(self.coordinator)
 
 
 @contextlib.contextmanager

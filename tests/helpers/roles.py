@@ -47,14 +47,14 @@ def region(say: Say, config: str, name: str) -> None:
     Region(load(config), name).run()
 
 
-def edge(say: Say, config: str, name: str, stuck: str = "") -> None:
-    """``fleetddp edge CONFIG --name NAME``. ``stuck``: where in its first push it stops for ever, and says so."""
+def edge(say: Say, config: str, name: str, stuck: str = "", track: str = "") -> None:
+    """``fleetddp edge CONFIG --name NAME --track TRACK``. ``stuck``: where in its first push it stops for ever, and says so."""
     log_to_terminal()
     if stuck == "half":
         _stick_at_half(say)
     elif stuck == "acknowledged":
         _stick_at_acknowledgement(say)
-    run_node(load(config), name=name)
+    run_node(load(config), name=name, track=track)
 
 
 def half_pusher(say: Say, address: str, node: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import google_crc32c
 import pytest
 import torch
 import yaml
-from helpers.fleet import RunningCoordinator, fleet_config, free_port, running
-from helpers.processes import Command, commands, eventually
+from helpers.fleet import RunningCoordinator, RunningService, fleet_config, free_port, running
+from helpers.one_rank import process_group
+from helpers.preloaded import Preloaded
+from helpers.processes import eventually
 from helpers.tasks import LineTask
 
+from fleetddp.cloud import FleetDDP
 from fleetddp.cloud.status import show
 from fleetddp.common import codecs, labels
 from fleetddp.common.config import SecurityConfig
@@ -30,6 +34,7 @@ from fleetddp.common.transport.weights import fetch
 from fleetddp.common.update import Interval, Kind, ProxyInfo, Slice, State, Tier, UpdateHeader, UpdateId
 from fleetddp.edge import EdgeNode
 from fleetddp.edge.node import run_node
+from fleetddp.edge.region import Region
 
 CLASSES = 3
 PATIENCE = Patience(stall_s=5.0, give_up_s=5.0)
@@ -87,10 +92,20 @@ def join(uplink: Uplink, node: str = "pi", layout: str = "") -> Any:
     return uplink.join(Join(node=node, tier=Tier.EDGE, incarnation=1, layout=layout))
 
 
+@pytest.fixture
+def preloaded() -> Iterator[Preloaded]:
+    server = Preloaded()
+    yield server
+    server.close()
+
+
 # ---- processes --------------------------------------------------------------------------------------------------------------
 
 
-def test_members_of_two_tracks_train_until_both_are_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_members_of_two_tracks_train_until_both_are_finished(
+    tmp_path: Path, preloaded: Preloaded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The coordinator is killed when one of its tracks has ended."""
     address = f"127.0.0.1:{free_port()}"
     both = {name: section for name, section in tracks(tmp_path).items() if name != "knowledge"}
     config = fleet_config(
@@ -101,32 +116,123 @@ def test_members_of_two_tracks_train_until_both_are_finished(tmp_path: Path, cap
     )
     path = tmp_path / "fleet.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
-    with commands() as start:
-        coordinator: Command = start("coordinator", str(path))
-        coordinator.wait_for("listens on port")
-        narrow = start("edge", str(path), "--name", "pi")  # the same device takes part in both
-        assert narrow.end() == 0, narrow.lines
-        assert "the run is finished: version 3 is published" in "".join(narrow.lines)
-        assert coordinator.process.poll() is None  # the other track goes on
-        show(address, SecurityConfig(), as_json=True, watch=False)
-        found = json.loads(capsys.readouterr().out)["tracks"]
-        assert {name: (s["version"], bool(s["finished"])) for name, s in found.items()} == {
-            "narrow": (3, True),
-            "wide": (0, False),
-        }
-        show(address, SecurityConfig(), as_json=False, watch=False)
-        assert [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("run ")] == [
-            "run test   track narrow (weights)   version 3   finished: version 3 is published",
-            "run test   track wide (weights)   version 0",
-        ]
-        with pytest.raises(ConfigError, match="there is no track 'thin'; there are: narrow, wide"):
-            run_node(config, name="stranger", track="thin")
-        wider = start("edge", str(path), "--name", "pi", "--track", "wide")
-        assert wider.end() == 0, wider.lines
-        assert coordinator.end() == 0, coordinator.lines
+    root = preloaded.start("coordinator", tmp_path / "root.log", config=str(path))
+    root.wait_for("listening")
+    narrow = preloaded.start("edge", tmp_path / "narrow.log", config=str(path), name="pi")
+    assert narrow.end() == 0
+    assert "the run is finished: version 3 is published" in (tmp_path / "narrow.log").read_text()
+    assert root.code is None  # the other track goes on
+    root.kill()
+    root = preloaded.start("coordinator", tmp_path / "root.log", config=str(path))
+    root.wait_for("listening")
+    show(address, SecurityConfig(), as_json=True, watch=False)
+    found = json.loads(capsys.readouterr().out)["tracks"]
+    assert {name: (s["version"], bool(s["finished"])) for name, s in found.items()} == {"narrow": (3, True), "wide": (0, False)}
+    show(address, SecurityConfig(), as_json=False, watch=False)
+    assert [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("run ")] == [
+        "run test   track narrow (weights)   version 3   finished: version 3 is published",
+        "run test   track wide (weights)   version 0",
+    ]
+    with pytest.raises(ConfigError, match="there is no track 'thin'; there are: narrow, wide"):
+        run_node(config, name="stranger", track="thin")
+    wider = preloaded.start("edge", tmp_path / "wide.log", config=str(path), name="pi", track="wide")  # the same device in both
+    assert wider.end() == 0
+    assert root.end() == 0
     assert sorted(p.name for p in (tmp_path / "journal").iterdir()) == ["narrow", "wide"]
     assert (tmp_path / "edges" / "narrow" / "pi").is_dir()
     assert (tmp_path / "edges" / "wide" / "pi").is_dir()
+
+
+def test_a_site_takes_part_in_two_tracks(fleet: RunningCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by its argument, one by the environment; each model takes up the weights of its own track."""
+    monkeypatch.setenv("FLEETDDP_TRACK", "wide")
+    with process_group():
+        modules = {None: LineTask(wide=5).model(), "narrow": LineTask().model()}
+        given = {track: module.state_dict() for track, module in modules.items()}
+        models = {
+            track: FleetDDP(module, coordinator=fleet.address, site="lab", sync_every=1, track=track, codec="int8")
+            for track, module in modules.items()
+        }
+        for track, module in modules.items():
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.fill_(9.0)
+            models[track].start()
+            assert all(torch.equal(value, given[track][name]) for name, value in module.state_dict().items())
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+            models[track](torch.ones(4, 2)).square().mean().backward()
+            optimizer.step()
+            assert models[track].version == 1
+        for model in models.values():
+            model.close()
+    for name in ("narrow", "wide"):
+        status = fleet.call(fleet.coordinator.drivers[name].status)
+        assert [(m["node"], m["live"]) for m in status["members"]] == [("lab", False)]
+        assert (status["version"], status["counters"]["merged"]) == (1, 1)
+
+
+def test_a_region_serves_the_members_of_its_track(fleet: RunningCoordinator, tmp_path: Path, dial: Any) -> None:
+    own = {"track": "wide", "address": "127.0.0.1:0", "journal": tmp_path / "region"}
+    config = fleet.config.model_copy(
+        update={
+            "region": fleet.config.region.model_validate(own),
+            "coordinator": fleet.config.coordinator.model_copy(update={"address": fleet.address}),
+        }
+    )
+    region = RunningService(Region(config, "west"))
+    try:
+        below = {
+            track: Uplink(region.address, SecurityConfig(), node="pi", track=track, patience=PATIENCE)
+            for track in ("wide", "narrow")
+        }
+        eventually(lambda: region.service.driver.version == 0, "it has the version of its track")
+        layout = Layout.from_module(LineTask(wide=5).model())
+        assert join(below["wide"]).layout == layout.fingerprint
+        assert torch.equal(fetch(below["wide"], 0, layout), fetch(dial("wide"), 0, layout))
+        with pytest.raises(Refused, match="WRONG_TRACK"):
+            join(below["narrow"])
+        status = fleet.call(fleet.coordinator.drivers["wide"].status)
+        assert [(member["node"], member["tier"]) for member in status["members"]] == [("west", "region")]
+        for uplink in below.values():
+            uplink.close()
+    finally:
+        region.stop()
+
+
+def test_a_restarted_coordinator_goes_on_with_all_its_tracks(tmp_path: Path) -> None:
+    config = fleet_config(tmp_path, tracks=tracks(tmp_path))
+    layout = Layout.from_module(LineTask(wide=5).model())
+    with running(config) as first:
+        uplink = Uplink(first.address, SecurityConfig(), node="pi", track="wide", patience=PATIENCE)
+        join(uplink)
+        payload = memoryview(bytes(4 * layout.elements))
+        header = UpdateHeader(
+            update_id=UpdateId("pi", 1, 1),
+            kind=Kind.DELTA,
+            tier=Tier.EDGE,
+            base_version=0,
+            codec="float32",
+            layout=layout.fingerprint,
+        )
+        part = Slice(intervals=((0, layout.elements),), samples=1.0, digest=google_crc32c.value(bytes(payload)))
+        assert uplink.push(header, part, payload).state in (State.ACCEPTED, State.MERGED)
+        eventually(lambda: first.coordinator.drivers["wide"].version == 1, "it is merged")
+        uplink.close()
+    with running(config) as second:
+        assert {name: driver.version for name, driver in second.coordinator.drivers.items()} == {
+            "narrow": 0,
+            "wide": 1,
+            "knowledge": 0,
+        }
+
+
+def test_prometheus_tells_the_tracks_apart(tmp_path: Path) -> None:
+    port = free_port()
+    config = fleet_config(tmp_path, tracks=tracks(tmp_path), coordinator={"metrics_port": port})
+    with running(config), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    assert 'fleetddp_version{track="knowledge"} 0.0' in lines
+    assert 'fleetddp_received_bytes_total{track="wide"} 0.0' in lines
 
 
 # ---- who is told what -------------------------------------------------------------------------------------------------------
