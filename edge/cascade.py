@@ -1,6 +1,9 @@
 """The edge model answers; what it finds hard goes to the cloud's model. Without the cloud, the edge's answer stands.
 
-    cascade = Cascade(edge, RemotePredictor(...), hard=margin, threshold=0.4)
+    served = Served(Gate(accuracy(images, labels)))  # no worse model is taken into service (common/predictor.py)
+    supply(served, task, parent, node="pi").start()  # each version, as it is published (common/transport/follower.py)
+    threshold = calibrate(config.cascade, served, images).threshold
+    cascade = Cascade.of_fleet(config, "pi", served, threshold, on_hard=reservoir.add)
     for answer in cascade(inputs): answer.label, answer.by, answer.why
 
 Every sample gets an answer, whatever becomes of the cloud, within the edge model's time and the deadline; only when the edge
@@ -81,7 +84,8 @@ class Cloud(Protocol):
         ...
 
 
-HardSink = Callable[[Tensor, Tensor, "Tensor | None"], None]  # samples f32[k, ...], hardness f32[k], the cloud's f32[k, classes]
+# Samples f32[k, ...], their hardness f32[k], and the cloud's answers f32[k, classes], if it gave any.
+HardSink = Callable[[Tensor, Tensor, "Tensor | None"], object]
 
 
 class Cascade:

@@ -12,6 +12,9 @@ from torch import Tensor
 from fleetddp.common.clock import VirtualClock
 from fleetddp.common.errors import ConfigError, StorageError
 from fleetddp.common.inference_config import HardSamplesConfig
+from fleetddp.common.predictor import Prediction
+from fleetddp.edge.cascade import Cascade
+from fleetddp.edge.hardness import margin
 from fleetddp.edge.reservoir import Reservoir, digest_of, open_reservoir
 
 HOUR = 3600.0
@@ -143,6 +146,22 @@ def test_the_share_that_is_labelled_late(tmp_path: Path) -> None:
         assert asked == [*first, first[0]]  # the one that was not known
         labels = {float(item.inputs): item.label for item in reservoir.snapshot().items if item.label is not None}
     assert labels == {value: int(value) % 10 for value in first[1:]}
+
+
+def test_hard_samples_of_a_cascade_are_kept_with_the_clouds_answers(tmp_path: Path) -> None:
+    class Cloud:
+        def predict(self, inputs: Tensor, timeout_s: float) -> Prediction:
+            return Prediction(torch.cat([inputs, -inputs], 1), (1,) * len(inputs))
+
+    with Reservoir(tmp_path, config(tmp_path)) as reservoir:
+        cascade = Cascade(
+            lambda inputs: torch.cat([inputs, -inputs], 1), Cloud(), hard=margin, threshold=0.5, on_hard=reservoir.add
+        )
+        cascade(samples(9.0, 0.25, -0.125))
+        items = {float(item.inputs): item for item in reservoir.snapshot().items}
+    assert set(items) == {0.25, -0.125}
+    assert [item.teacher.tolist() for item in items.values() if item.teacher is not None] == [[x, -x] for x in items]
+    assert items[0.25].hardness == pytest.approx(1 - math.tanh(0.25))
 
 
 def test_what_does_not_fit(tmp_path: Path) -> None:
