@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fleetddp.common import labels
 from fleetddp.common.codecs import NAMES, get
 from fleetddp.common.codecs.prob import SoftLabels
+from fleetddp.common.codecs.prob64 import Prob64
 from fleetddp.common.config import MAX_NORM, MIN_SAMPLES, FleetConfig
 from fleetddp.common.errors import ConfigError, Reason, Refused
 from fleetddp.common.events import Joined
@@ -24,8 +25,8 @@ from fleetddp.common.update import NO_VERSION, Fragment, Group, Kind, Receipt, S
 
 # before the colon of a spec, by what a track exchanges
 CODECS = {
-    "weights": tuple(name for name in NAMES if name not in ("prob16", "probtop")),
-    "logits": ("prob16", "probtop", "float64"),
+    "weights": tuple(name for name in NAMES if not name.startswith("prob")),
+    "logits": tuple(name for name in NAMES if name.startswith("prob")),
 }
 
 
@@ -159,12 +160,10 @@ def _items_are_ours(header: UpdateHeader, standing: Standing) -> None:
 
 def _codec_is_known(header: UpdateHeader, standing: Standing) -> None:
     codec = get(header.codec)
-    if header.kind is Kind.LOGITS:
-        labels.check_classes(codec, _proxy_rows(standing))
-    elif isinstance(codec, SoftLabels):
+    if standing.config.kind == "logits":
+        labels.check_codec(codec, _proxy_rows(standing), sums=header.kind is Kind.PARTIAL)
+    elif isinstance(codec, (SoftLabels, Prob64)):
         raise Refused(Reason.UNKNOWN_CODEC, f"a {header.kind.value} in {header.codec}, which is for soft labels")
-    if header.kind is Kind.PARTIAL and standing.config.kind == "logits" and header.codec != "float64":
-        raise Refused(Reason.UNKNOWN_CODEC, f"sums of soft labels in {header.codec}; they travel in float64 (region.codec)")
     if header.kind is Kind.INIT and header.codec != "float32":
         raise Refused(Reason.UNKNOWN_CODEC, f"first weights in {header.codec}; they travel in float32")
     if header.codec == "float64" and header.kind is not Kind.PARTIAL:

@@ -215,7 +215,7 @@ class FleetConfig(Section):
     """A whole fleet file. With ``tracks``, one coordinator runs each of them (``for_track``)."""
 
     run: NodeName = "fleet"
-    tracks: dict[NodeName, TrackConfig] = Field(default={})
+    tracks: dict[NodeName, TrackConfig] = Field(default={}, max_length=64)
     kind: Kind = "weights"
     proxy: ProxyConfig | None = None  # of kind logits
     distill: DistillConfig = DistillConfig()  # of kind logits
@@ -297,7 +297,9 @@ class FleetConfig(Section):
             raise ConfigError(f"{which}; there are: {', '.join(self.tracks)} (site.track, edge.track, region.track)")
         track = self.tracks[name]
         given = {key: value for key in TrackConfig.model_fields if (value := getattr(track, key)) is not None}
-        if given.get("kind") == "logits":
+        if given.get("kind") == "weights":
+            given.setdefault("proxy", None)
+        elif given.get("kind") == "logits":
             given.setdefault("publish", "prob16")
             given.setdefault("merge", self.merge.model_copy(update={"share": "samples"}))
             given.setdefault("include", ())

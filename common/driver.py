@@ -62,7 +62,7 @@ Answer = Union[Joined, Heard, Left, Proceed, Receipt, Refused]
 
 PROGRESS_EVERY_S = 1.0  # the aggregator hears of an update's arriving bytes at most so often
 RETRY_MAX_S = 30.0  # between attempts at a merge that failed
-STATUS_ROOM = 1024  # bytes of a message for what wraps a status
+STATUS_ROOM = 16_384  # bytes of a message for what wraps a status: a word on each track
 MAX_STATUS_VERSIONS = 100
 
 _log = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fleetddp.common.codecs import Codec
 from fleetddp.common.codecs.prob import SoftLabels
+from fleetddp.common.codecs.prob64 import Prob64
 from fleetddp.common.config import MIN_SAMPLES
 from fleetddp.common.errors import Reason, Refused
 from fleetddp.common.layout import Layout
@@ -82,10 +83,12 @@ def check_covers(header: UpdateHeader, layout: Layout) -> None:
         raise Refused(Reason.WRONG_ITEMS, f"{header.update_id} covers no item")
 
 
-def check_classes(codec: Codec, layout: Layout) -> None:
-    """Of an update's codec. Raises ``Refused``: ``UNKNOWN_CODEC``, ``WRONG_CLASSES``."""
-    if not isinstance(codec, SoftLabels):
-        raise Refused(Reason.UNKNOWN_CODEC, f"soft labels in {codec.spec}; they travel in prob16 or probtop")
+def check_codec(codec: Codec, layout: Layout, *, sums: bool) -> None:
+    """Of an update, or of a region's ``sums``: one for soft labels of our classes. ``Refused``: UNKNOWN_CODEC, WRONG_CLASSES."""
+    if not isinstance(codec, Prob64 if sums else SoftLabels):
+        what, allowed = ("sums of soft labels", "prob64") if sums else ("soft labels", "prob16 or probtop")
+        raise Refused(Reason.UNKNOWN_CODEC, f"{what} in {codec.spec}; they travel in {allowed}")
+    assert isinstance(codec, (SoftLabels, Prob64))
     classes = space_of(layout).classes
     if codec.classes != classes:
         raise Refused(Reason.WRONG_CLASSES, f"soft labels of {codec.classes} classes; this track's proxy set has {classes}")

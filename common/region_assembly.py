@@ -90,7 +90,7 @@ def assemble_region(
     aggregator = RegionalAggregator(own, journal.recover(), entered)
     staging = Staging(journal, own.limits)
     driver = RegionDriver(aggregator, staging, journal, above, clock=clock, host=host, telemetry=telemetry)
-    if own.proxy is not None:
+    if own.proxy is not None and own.proxy.file is not None and own.proxy.file.exists():
         driver.shelf = proxy_of(own.proxy)[0]
     return driver
 

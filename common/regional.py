@@ -56,7 +56,8 @@ class RegionalAggregator(Aggregator):
         super().__init__(config, recovered)
         self._standing.regional = True
         self._region = region
-        self._codec = config.region.codec
+        proxy = config.proxy
+        self._codec = config.region.codec if proxy is None else f"prob64:{proxy.classes}"
         self._sequence = region.sequence
         self._partials = {s.update_id: _Partial(s, made, offered=made is not None) for s, made in region.sealings}  # in order
         self._sealed = {update_id for sealing, _ in region.sealings for update_id in sealing.ids}

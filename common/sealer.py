@@ -1,7 +1,8 @@
 """Making partials from journaled sealings, block by block: the region's counterpart of ``publish``.
 
-Sums are taken in float64. In codec ``float64`` they travel as they are. Any other codec leaves something out; that is carried
-into the region's next partial (error feedback: Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., 2019).
+Sums are taken in float64. In codec ``float64`` (of soft labels ``prob64``) they travel as they are. Any other codec leaves
+something out; that is carried into the region's next partial (error feedback: Seide et al., 1-Bit Stochastic Gradient Descent,
+2014; Karimireddy et al., 2019).
 A residual is kept for each leaf tier t, as a mean: with S the sum of the tier's groups, W their samples and D what was sent,
 
     D = decode(encode(S + W r)),    next r = (S + W r - D) / W
@@ -33,7 +34,7 @@ from fleetddp.common.stored import storage
 from fleetddp.common.update import Interval, Slice, Tier, Update, UpdateId
 from fleetddp.common.version_file import BLOCK_ELEMENTS, blocks
 
-EXACT = "float64"
+EXACT = ("float64", "prob64")  # before the colon of a codec's spec
 
 
 class Sealer:
@@ -120,7 +121,7 @@ class _Making:
         header, layout = self.sealing.header, self.layout
         geometry = Geometry.of_update(header, layout)
         payload = self._create(partial_name(header.update_id))
-        exact = header.codec == EXACT
+        exact = header.codec.split(":")[0] in EXACT
         tiers = {} if exact else self._carry()
         operands = {i: accepted_operand(self.journal, self.journal.update(i), layout) for i in self.sealing.ids}
         size = min(BLOCK_ELEMENTS, layout.elements)
@@ -128,7 +129,7 @@ class _Making:
         for index, terms in enumerate(self.sealing.terms):
             row = index * layout.elements
             tier = tiers.get(header.groups[index].tier)
-            for interval in [*blocks(0, layout.parameters), *buffer_blocks(layout)]:
+            for interval in [*blocks(0, layout.parameters, geometry.codec.block), *buffer_blocks(layout)]:
                 n = interval[1] - interval[0]
                 total = out[:n]
                 weighted_sum(_of(operands), terms, layout, interval, out=total, product=product[:n])

@@ -299,7 +299,7 @@ def test_a_track_decides_who_may_take_part(tmp_path: Path) -> None:
 def test_soft_labels_over_the_network(fleet: RunningCoordinator, dial: Any) -> None:
     uplink = dial("knowledge")
     joined = join(uplink)
-    assert joined.codecs == ("prob16", "probtop", "float64")
+    assert joined.codecs == ("prob16", "probtop", "prob64")
     layout = uplink.layout()
     codec = codecs.get(f"prob16:{CLASSES}")
     which: tuple[Interval, ...] = ((5, 7), (99_999, 100_000))

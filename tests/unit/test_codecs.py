@@ -176,7 +176,9 @@ def test_an_unknown_codec_is_refused(spec: str) -> None:
 
 
 def test_names_are_those_of_the_codecs() -> None:
-    assert [codecs.get(spec).spec.partition(":")[0] for spec in [*ALL, "float64", "prob16:3", "probtop:2:3"]] == list(codecs.NAMES)
+    assert [codecs.get(spec).spec.partition(":")[0] for spec in [*ALL, "float64", "prob16:3", "probtop:2:3", "prob64:3"]] == list(
+        codecs.NAMES
+    )
 
 
 # ---- bytes from anywhere ------------------------------------------------------------------------------------------------------

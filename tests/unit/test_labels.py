@@ -17,7 +17,7 @@ from fleetddp.common import codecs, labels
 from fleetddp.common.codecs.prob16 import Prob16
 from fleetddp.common.errors import Reason, Refused
 from fleetddp.common.layout import Layout
-from fleetddp.common.update import Interval, Kind, Slice, State, Tier, UpdateHeader, UpdateId
+from fleetddp.common.update import Group, Interval, Kind, Slice, State, Tier, UpdateHeader, UpdateId
 
 ITEMS, CLASSES, DIGEST = 40, 3, "5e" * 32
 WIDTH = CLASSES + 1
@@ -167,7 +167,7 @@ def test_a_region_changes_nothing(by_tier: bool) -> None:
         assert tree.weights(2)[0].updates == 4
     (first, second) = deep.regions["west"].pushed
     assert {(g.tier, g.base_version) for g in second.header.groups} == {(Tier.EDGE, 0), (Tier.EDGE, 1), (Tier.SITE, 0)}
-    assert first.header.codec == second.header.codec == "float64"
+    assert first.header.codec == second.header.codec == f"prob64:{CLASSES}"
     for number in (1, 2):
         torch.testing.assert_close(rows(deep, number), rows(flat, number), rtol=2**-23, atol=0)
         assert deep.weights(number, "west") == deep.weights(number)
@@ -249,6 +249,34 @@ def test_a_bad_opinion_is_refused_and_counts_for_nothing(name: str) -> None:
     leaf.sequence = 1
     say(leaf, 0)  # the next one is taken
     assert torch.equal(rows(tree, 1).flatten(), opinion(0))
+
+
+SUMS = torch.tensor([0.5, 0.25, 0.25, 1.0], dtype=torch.float64).repeat(ITEMS)
+BAD_SUMS: dict[str, tuple[str, Tensor, Reason]] = {
+    "nan": ("prob64:3", torch.full((4,), NAN, dtype=torch.float64), Reason.NOT_FINITE),
+    "negative": ("prob64:3", torch.tensor([1.5, -0.5, 0.0, 1.0], dtype=torch.float64), Reason.BAD_PROBABILITIES),
+    "no sum": ("prob64:3", torch.tensor([0.5, 0.0, 0.0, 1.0], dtype=torch.float64), Reason.BAD_PROBABILITIES),
+    "labels without weight": ("prob64:3", torch.tensor([0.5, 0.0, 0.5, 0.0], dtype=torch.float64), Reason.BAD_PROBABILITIES),
+    "not for sums": ("float64", SUMS[:4], Reason.UNKNOWN_CODEC),
+    "of other classes": ("prob64:4", SUMS[:4], Reason.WRONG_CLASSES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_SUMS)
+def test_sums_that_are_of_no_opinions_are_refused_and_hold_nothing_up(name: str) -> None:
+    codec, row, reason = BAD_SUMS[name]
+    tree = tree_of(quorum=1, publish="prob16")
+    gateway = tree.leaf("gw", tier=Tier.REGION)
+    values = SUMS.clone()
+    values[20:24] = row
+    payload = values.numpy().tobytes()
+    group = Group(tier=Tier.EDGE, base_version=0, samples=1.0, buffer_samples=0.0, ids=(UpdateId("a", 1, 1),))
+    fields = {"kind": Kind.PARTIAL, "tier": Tier.REGION, "codec": codec, "groups": (group,), "covers": ()}
+    bad = header(update_id=UpdateId("gw", 1, 1), **fields)
+    part = Slice(intervals=((0, LAYOUT.elements),), samples=1.0, digest=google_crc32c.value(payload))
+    assert gateway.parent.push(bad, part, memoryview(payload)).reason == reason.value
+    say(tree.leaf("b"), 0)
+    assert tree.root.driver.version == 1
 
 
 def test_the_other_tiers_rows_are_no_ones_own() -> None:

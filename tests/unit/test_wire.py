@@ -378,11 +378,12 @@ def test_golden_codecs() -> None:
 def test_golden_soft_labels() -> None:
     rows = torch.tensor([0.5, 0.25, 0.25, 1.0, 0.5, 0.5, 1.0, 2.0])
     vectors = golden("### Soft labels")
-    assert set(vectors) == {"prob16:3", "probtop:2:3"}
+    assert set(vectors) == {"prob16:3", "probtop:2:3", "prob64:3"}
     for spec, encoded in vectors.items():
         codec = codecs.get(spec)
-        assert bytes(codec.encode(rows).numpy()).hex() == encoded, spec
-        assert torch.equal(codec.decode(torch.tensor(list(bytes.fromhex(encoded)), dtype=torch.uint8), 8), rows)
+        given = rows.double() if spec == "prob64:3" else rows
+        assert bytes(codec.encode(given).numpy()).hex() == encoded, spec
+        assert torch.equal(codec.decode(torch.tensor(list(bytes.fromhex(encoded)), dtype=torch.uint8), 8), given)
 
 
 def test_an_empty_track_leaves_no_trace_and_a_name_is_one_field_more() -> None:
