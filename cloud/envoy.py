@@ -73,7 +73,7 @@ class Envoy:
                 except (Unreachable, Refused) as error:
                     if self._stopped.is_set():
                         return
-                    if isinstance(error, Refused) and error.reason is Reason.WRONG_LAYOUT:
+                    if self.session.failure is not None or (isinstance(error, Refused) and error.reason is Reason.WRONG_LAYOUT):
                         raise
                     _log.warning("%s: soft labels: trying again: %s", self._node, error)
                     self._stopped.wait(backoff.delay())

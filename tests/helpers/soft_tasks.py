@@ -64,3 +64,9 @@ def soft_config(folder: Path, proxy: ProxySet, **sections: Any) -> FleetConfig:
     named |= sections.pop("source", {})
     distill = {"label_items": 10, **sections.pop("distill", {})}
     return fleet_config(folder, **{"kind": "logits", "publish": "prob16", "proxy": named, "distill": distill, **sections})
+
+
+class FarCorners(Corners):
+    """Brings no proxy set: it comes from the coordinator."""
+
+    proxy = None  # type: ignore[assignment]
