@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -29,24 +32,35 @@ _OPTIONS = [
 ]
 
 
+class _Link:
+    """One channel, its stub, and when something last came by it."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.channel = channel
+        self.stub: Any = InferenceStub(channel)  # type: ignore[no-untyped-call]
+        self.heard_at = time.monotonic()
+
+
 class RemotePredictor:
     """The model in service at ``address`` (HOST:PORT or ``unix:PATH``), as asked by ``node``; safe to use from several threads.
 
     ``timeout_s`` is how long a call waits that names no time of its own. No call is tried again: who asks has a deadline.
+    A connection on which nothing has come for ``redial_s`` is dialled anew when a call gets no answer in time: behind NAT, or
+    when a device changes networks, it never breaks by itself.
     Raises ``Late`` (no answer by then), ``Unreachable``, ``Refused`` (``OVERLOADED``, ``NO_VERSION``, ...).
     """
 
-    def __init__(self, address: str, security: SecurityConfig, *, node: str, timeout_s: float = 1.0) -> None:
+    def __init__(
+        self, address: str, security: SecurityConfig, *, node: str, timeout_s: float = 1.0, redial_s: float = 5.0
+    ) -> None:
         fork.warn_once()
         check_plaintext(address, security)
-        credentials = channel_credentials(security)
         self.address = address
-        self._tls, self._node, self._timeout_s = credentials is not None, node, timeout_s
-        if credentials is None:
-            self._channel = grpc.insecure_channel(address, _OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(address, credentials, _OPTIONS)
-        self._stub: Any = InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._credentials = channel_credentials(security)
+        self._node, self._timeout_s, self._redial_s = node, timeout_s, redial_s
+        self._lock = threading.Lock()
+        self._closed = False
+        self._link = self._dial()
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """f32[n, ...] to f32[n, classes]."""
@@ -56,17 +70,7 @@ class RemotePredictor:
         """Answers for f32[n, ...] within ``timeout_s``; what does not fit one request goes in several at once."""
         parts = torch.split(inputs, tensors.rows_at_once(inputs))
         requests = [pb.InferRequest(node=self._node, inputs=tensors.pack(part)) for part in parts]
-        calls: list[Any] = []
-        try:
-            calls += [self._stub.Infer.future(request, timeout=timeout_s) for request in requests]
-            replies = [call.result() for call in calls]
-        except (grpc.FutureCancelledError, ValueError):
-            raise Unreachable(f"{self.address}: the connection was closed") from None
-        except grpc.RpcError as error:
-            raise self._meaning(error) from None
-        finally:
-            for call in calls:
-                call.cancel()
+        replies = self._ask("Infer", requests, timeout_s)
         outputs = [tensors.unpack(reply.outputs) for reply in replies]
         for part, output in zip(parts, outputs, strict=True):
             if len(output) != len(part) or output.shape[1:] != outputs[0].shape[1:]:
@@ -76,15 +80,48 @@ class RemotePredictor:
 
     def serving(self) -> dict[str, int]:
         """What is in service and what it does, as in ``ServingReply`` (protos/inference.proto)."""
-        try:
-            reply = self._stub.Serving(pb.ServingRequest(node=self._node), timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            raise self._meaning(error) from None
+        (reply,) = self._ask("Serving", [pb.ServingRequest(node=self._node)], self._timeout_s)
         return {field.name: getattr(reply, field.name) for field in pb.ServingReply.DESCRIPTOR.fields}
 
     def close(self) -> None:
         """Drop the connection; calls in flight end with ``Unreachable``."""
-        self._channel.close()
+        with self._lock:
+            self._closed = True
+            self._link.channel.close()
+
+    def _ask(self, method: str, requests: Sequence[Any], timeout_s: float) -> list[Any]:
+        """The replies to all requests, sent at once."""
+        link = self._link
+        calls: list[Any] = []
+        try:
+            calls += [getattr(link.stub, method).future(request, timeout=timeout_s) for request in requests]
+            replies = [call.result() for call in calls]
+        except (grpc.FutureCancelledError, ValueError):
+            raise Unreachable(f"{self.address}: the connection was closed") from None
+        except grpc.RpcError as error:
+            meaning = self._meaning(error)
+            if isinstance(meaning, Late):
+                self._redial(link)
+            elif isinstance(meaning, Refused):
+                link.heard_at = time.monotonic()
+            raise meaning from None
+        finally:
+            for call in calls:
+                call.cancel()
+        link.heard_at = time.monotonic()
+        return replies
+
+    def _dial(self) -> _Link:
+        if self._credentials is None:
+            return _Link(grpc.insecure_channel(self.address, _OPTIONS))
+        return _Link(grpc.secure_channel(self.address, self._credentials, _OPTIONS))
+
+    def _redial(self, link: _Link) -> None:
+        """Replace a connection that has been silent for long; other calls on it end with ``Unreachable``."""
+        with self._lock:
+            if self._link is link and not self._closed and time.monotonic() - link.heard_at >= self._redial_s:
+                self._link = self._dial()
+                link.channel.close()
 
     def _meaning(self, error: Any) -> FleetError:
         details = error.details() or ""
@@ -93,5 +130,5 @@ class RemotePredictor:
             return refused
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             return Late(f"{self.address}: no answer in time")
-        why = explain(details, tls=self._tls)
+        why = explain(details, tls=self._credentials is not None)
         return Unreachable(f"{self.address}: {why + ': ' if why else ''}{error.code().name}: {details}")

@@ -17,6 +17,7 @@ import torch
 from helpers.certificates import make_ca, security
 from helpers.fleet import fleet_config, free_port, on_port, running, write
 from helpers.processes import PATIENCE_S, commands, eventually
+from helpers.proxy import Proxy
 from helpers.serving import ConstantTask, fleet_sections, publish
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -27,13 +28,15 @@ from fleetddp.common.config import SecurityConfig
 from fleetddp.common.errors import ConfigError, Late, Reason, Refused, Unreachable
 from fleetddp.common.events import Join
 from fleetddp.common.inference_config import ServeConfig
-from fleetddp.common.predictor import ModulePredictor, Served
+from fleetddp.common.predictor import Gate, ModulePredictor, Served, accuracy
+from fleetddp.common.transport.follower import supply
 from fleetddp.common.transport.inference_client import RemotePredictor
 from fleetddp.common.transport.inference_server import ServerThread
 from fleetddp.common.transport.uplink import Uplink
 from fleetddp.common.update import Tier
 from fleetddp.edge.cascade import By, Cascade, Why
 from fleetddp.edge.ensemble import Replicated, Staged
+from fleetddp.edge.hardness import margin
 
 PLAIN = SecurityConfig()
 
@@ -228,6 +231,20 @@ def test_nobody_there() -> None:
         remote(torch.zeros(1, 2))
 
 
+def test_a_connection_that_fell_silent_is_dialled_anew() -> None:
+    with ServerThread(in_service(of_version(1)), ServeConfig(address="127.0.0.1:0"), PLAIN) as server, ExitStack() as stack:
+        proxy = Proxy(server.port)
+        stack.callback(proxy.close)
+        remote = RemotePredictor(proxy.address, PLAIN, node="pi", timeout_s=PATIENCE_S, redial_s=0.0)
+        stack.callback(remote.close)
+        remote(torch.zeros(1, 2))
+        proxy.freeze()
+        with pytest.raises(Late):
+            remote.predict(torch.zeros(1, 2), 0.2)
+        assert remote(torch.zeros(1, 2)).tolist() == [[0.0, 1.0]]
+        assert proxy.connections == 2
+
+
 def test_an_address_that_is_taken() -> None:
     with serving(in_service(of_version(1))) as remote, pytest.raises(ConfigError, match="cannot listen on"):
         ServerThread(Served(), ServeConfig(address=remote.address), PLAIN)
@@ -302,6 +319,26 @@ def test_versions_are_served_as_they_are_published_unless_they_are_worse(tmp_pat
         eventually(lambda: served.version == 3, "version 3 is in service")
         assert remote(torch.zeros(1, 3)).tolist() == [[6.0, 1.0]]
         assert [m["node"] for m in coordinator.status()["members"]] == ["pi"]  # no window waits for who serves
+
+
+def test_an_edge_takes_no_worse_model_into_service(tmp_path: Path) -> None:
+    held_back = torch.zeros(4, 3), torch.tensor([0, 0, 0, 1])
+    with running(fleet_config(tmp_path, **fleet_sections(tmp_path))) as coordinator, ExitStack() as stack:
+        served = Served(Gate(accuracy(*held_back)))
+        parent = Uplink(coordinator.address, PLAIN, node="watcher")
+        follower = supply(served, ConstantTask(), parent, node="watcher")
+        stack.callback(follower.close)
+        follower.start()
+        cascade = Cascade(served, None, hard=margin, threshold=1.0)
+        eventually(lambda: served.version == 0, "version 0 is in service")
+        pi = join(coordinator.address)
+        stack.callback(pi.close)
+        publish(pi, 0, (-1.0, 1.0))  # class 1 for all: right on a quarter
+        eventually(lambda: served.refused_version == 1, "version 1 is kept out")
+        assert [(a.label, a.version) for a in cascade(torch.zeros(1, 3))] == [(0, 0)]
+        publish(pi, 1, (3.0, 0.0))
+        eventually(lambda: served.version == 2, "version 2 is in service")
+        assert [(a.label, a.version) for a in cascade(torch.zeros(1, 3))] == [(0, 2)]
 
 
 def test_the_version_in_service_stays_when_the_coordinator_is_away(tmp_path: Path) -> None:

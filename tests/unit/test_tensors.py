@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fleetddp.protos
 from fleetddp.common.errors import Refused
 from fleetddp.common.transport import limits, tensors
 from fleetddp.protos import inference_pb2 as pb
@@ -27,6 +29,17 @@ def test_round_trip(shape: list[int], seed: int) -> None:
 def test_the_bytes_are_little_endian_row_by_row() -> None:
     packed = tensors.pack(torch.tensor([[1.0, 0.25], [-2.0, 0.0]]).T)
     assert (list(packed.shape), packed.data.hex()) == ([2, 2], "0000803f000000c00000803e00000000")
+
+
+def test_golden_messages() -> None:
+    rows = torch.tensor([[1.0, 0.25], [-2.0, 0.0]])
+    made = {
+        "InferRequest": pb.InferRequest(node="pi", inputs=tensors.pack(rows)),
+        "InferReply": pb.InferReply(outputs=tensors.pack(rows[:, :1]), version=7),
+    }
+    text = (Path(str(fleetddp.protos.__file__)).parent / "WIRE.md").read_text(encoding="utf-8")
+    lines = text.split("### Inference\n", 1)[1].split("```", 2)[1].strip().splitlines()[1:]
+    assert dict(line.split() for line in lines) == {name: message.SerializeToString().hex() for name, message in made.items()}
 
 
 def test_what_is_not_float32_becomes_it() -> None:
