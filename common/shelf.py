@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from fleetddp.common.errors import Reason, Refused
+from fleetddp.common.errors import ConfigError, Reason, Refused
 from fleetddp.common.files import OsFiles
 from fleetddp.common.proxy import ProxySet
 from fleetddp.common.stored import Reader, storage
@@ -36,6 +36,11 @@ class Shelf:
             return Reader(file, 0, file.size())
 
 
+def place(folder: Path, digest: str) -> Path:
+    """Where ``bring`` puts a set of this digest."""
+    return folder / f"{digest}.safetensors"
+
+
 def bring(source: ProxySource, folder: Path, *, classes: int) -> ProxySet:
     """The source's proxy set, from ``folder`` if it is there already; what an earlier attempt brought is not asked for again.
 
@@ -43,7 +48,7 @@ def bring(source: ProxySource, folder: Path, *, classes: int) -> ProxySet:
     ``Unreachable``, ``StorageError``.
     """
     info = source.pull_proxy((), lambda offset, data: None)
-    target, draft = folder / f"{info.digest}.safetensors", folder / f"{info.digest}.partial"
+    target, draft = place(folder, info.digest), folder / f"{info.digest}.partial"
     if not target.exists():
         with storage(f"cannot write {draft}"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -54,12 +59,21 @@ def bring(source: ProxySource, folder: Path, *, classes: int) -> ProxySet:
                     source.pull_proxy(((held, info.file_bytes),), lambda offset, data: _append(file.write, data))
                 file.flush()
                 os.fsync(file.fileno())
-            found = ProxySet.open(draft, name=info.name, classes=classes)
-            if found.digest != info.digest:
+            wrong = _wrong(draft, info, classes)
+            if wrong:
                 draft.unlink()
-                raise Refused(Reason.BAD_CHECKSUM, f"proxy set {info.name}: digest {found.digest[:12]}, not {info.digest[:12]}")
+                raise Refused(Reason.BAD_CHECKSUM, f"proxy set {info.name}: {wrong}")
             os.replace(draft, target)
     return ProxySet.open(target, name=info.name, classes=classes)
+
+
+def _wrong(file: Path, info: ProxyInfo, classes: int) -> str:
+    """What of a file that has arrived is not as it was said to be; empty: nothing."""
+    try:
+        found = ProxySet.open(file, name=info.name, classes=classes).digest
+    except ConfigError as error:
+        return str(error)
+    return "" if found == info.digest else f"digest {found[:12]}, not {info.digest[:12]}"
 
 
 def _append(write: Callable[[memoryview], int], data: memoryview) -> None:

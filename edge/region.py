@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from fleetddp.common.clock import Clock
 from fleetddp.common.config import ONLY_TRACK, FleetConfig
 from fleetddp.common.driver import Driver
-from fleetddp.common.errors import FleetError
+from fleetddp.common.errors import FleetError, Reason, Refused
 from fleetddp.common.events import Event
 from fleetddp.common.region_assembly import assemble_region, open_region_journal, region_config
 from fleetddp.common.service import Service
+from fleetddp.common.shelf import Shelf, bring, place
 from fleetddp.common.telemetry import Telemetry
 from fleetddp.common.transport.failover import connect
 from fleetddp.common.transport.server import LoopHost
 from fleetddp.common.transport.uplink import Patience
 from fleetddp.common.transport.upward import Upward
+
+_log = logging.getLogger(__name__)
 
 
 class Region(Service):
@@ -31,6 +37,7 @@ class Region(Service):
         self._fleet = config.for_track(config.region.track)
         super().__init__(region_config(self._fleet), clock=clock)
         self.name, self._track = name, config.region.track
+        self._stopping = threading.Event()
 
     def _open(self, stack: contextlib.AsyncExitStack) -> None:
         fleet, members = self._fleet, self._fleet.members
@@ -75,9 +82,32 @@ class Region(Service):
         """Recover what is durable, listen, and begin to join the parent."""
         await super().start()
         self._upward.start()
+        if self.config.proxy is not None and self.driver.shelf is None:
+            bringing = partial(self._bring_proxy, self.config.proxy.classes, asyncio.get_running_loop())
+            threading.Thread(target=bringing, name="fleet-proxy", daemon=True).start()
+
+    def _bring_proxy(self, classes: int, loop: asyncio.AbstractEventLoop) -> None:
+        """Hand out the proxy set that the parent hands out, from when it is here on."""
+        folder = self.config.coordinator.journal / "proxy"
+        while not self._stopping.is_set():
+            try:
+                proxy = bring(self._parent, folder, classes=classes)
+            except Refused as refusal:
+                if not refusal.retry and refusal.reason is not Reason.BAD_CHECKSUM:
+                    _log.info("no proxy set is handed out: %s", refusal)
+                    return
+            except FleetError as error:
+                _log.info("the proxy set cannot be brought now: %s", error)
+            else:
+                shelf = Shelf(place(folder, proxy.digest), proxy)
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the process is at its end
+                    loop.call_soon_threadsafe(setattr, self.driver, "shelf", shelf)
+                return
+            self._stopping.wait(self.config.members.heartbeat_s)
 
     async def stop(self) -> None:
         """End the session with the parent, then everything else. The region is expected back unless the run is over."""
+        self._stopping.set()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, lambda: self._upward.stop(leave=bool(self.driver.finished)))
         self._parent.close()

@@ -171,30 +171,48 @@ def test_a_site_takes_part_in_two_tracks(fleet: RunningCoordinator, monkeypatch:
         assert (status["version"], status["counters"]["merged"]) == (1, 1)
 
 
+def below(fleet: RunningCoordinator, folder: Path, track: str) -> RunningService:
+    """A region of one track, started."""
+    own = {"track": track, "address": "127.0.0.1:0", "journal": folder / "region"}
+    changes = {
+        "region": fleet.config.region.model_validate(own),
+        "coordinator": fleet.config.coordinator.model_copy(update={"address": fleet.address}),
+    }
+    config = fleet.config.model_copy(update=changes)
+    if track == "knowledge":  # the file is not on this machine
+        section = config.tracks[track]
+        assert section.proxy is not None
+        proxy = section.proxy.model_copy(update={"file": folder / "elsewhere.safetensors"})
+        config = config.model_copy(update={"tracks": {**config.tracks, track: section.model_copy(update={"proxy": proxy})}})
+    return RunningService(Region(config, "west"))
+
+
 def test_a_region_serves_the_members_of_its_track(fleet: RunningCoordinator, tmp_path: Path, dial: Any) -> None:
-    own = {"track": "wide", "address": "127.0.0.1:0", "journal": tmp_path / "region"}
-    config = fleet.config.model_copy(
-        update={
-            "region": fleet.config.region.model_validate(own),
-            "coordinator": fleet.config.coordinator.model_copy(update={"address": fleet.address}),
-        }
-    )
-    region = RunningService(Region(config, "west"))
+    region = below(fleet, tmp_path, "wide")
     try:
-        below = {
-            track: Uplink(region.address, SecurityConfig(), node="pi", track=track, patience=PATIENCE)
-            for track in ("wide", "narrow")
-        }
+        uplinks = {t: Uplink(region.address, SecurityConfig(), node="pi", track=t, patience=PATIENCE) for t in ("wide", "narrow")}
         eventually(lambda: region.service.driver.version == 0, "it has the version of its track")
         layout = Layout.from_module(LineTask(wide=5).model())
-        assert join(below["wide"]).layout == layout.fingerprint
-        assert torch.equal(fetch(below["wide"], 0, layout), fetch(dial("wide"), 0, layout))
+        assert join(uplinks["wide"]).layout == layout.fingerprint
+        assert torch.equal(fetch(uplinks["wide"], 0, layout), fetch(dial("wide"), 0, layout))
         with pytest.raises(Refused, match="WRONG_TRACK"):
-            join(below["narrow"])
+            join(uplinks["narrow"])
         status = fleet.call(fleet.coordinator.drivers["wide"].status)
         assert [(member["node"], member["tier"]) for member in status["members"]] == [("west", "region")]
-        for uplink in below.values():
+        for uplink in uplinks.values():
             uplink.close()
+    finally:
+        region.stop()
+
+
+def test_a_region_hands_out_the_proxy_set_of_its_parent(fleet: RunningCoordinator, tmp_path: Path) -> None:
+    region = below(fleet, tmp_path, "knowledge")
+    try:
+        uplink = Uplink(region.address, SecurityConfig(), node="pi", patience=PATIENCE)
+        eventually(lambda: region.service.driver.shelf is not None, "it has brought it")
+        found = bring(uplink, tmp_path / "brought", classes=CLASSES)
+        assert torch.equal(found.items, items())
+        uplink.close()
     finally:
         region.stop()
 
@@ -360,10 +378,11 @@ def test_a_proxy_set_is_brought_in_chunks_and_resumed(tmp_path: Path, dial: Any)
     assert len(seen) == before  # it is here
 
 
-def test_a_proxy_set_that_is_not_what_it_was_said_to_be_is_not_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_proxy_set_that_is_not_what_it_was_said_to_be_is_not_taken(damaged: bool, tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
     ProxySet("points", CLASSES, items(10)).save(other)
-    data = other.read_bytes()
+    data = other.read_bytes()[:100] if damaged else other.read_bytes()
 
     class Lying:
         def pull_proxy(self, ranges: Any, sink: Any) -> ProxyInfo:
