@@ -63,6 +63,17 @@ def test_a_wrong_fleet_file_is_exit_2_and_one_line_for_each_key(run: Any, tmp_pa
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("arguments", [("serve", "--name", "cloud"), ("export", "--out", "m.onnx")])
+def test_without_a_task_there_is_no_model(run: Any, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    command, *options = arguments
+    code, _, err = run(command, fleet_file(tmp_path, "run: mine"), *options)
+    assert code == 2
+    assert "task: there is no model without a Task" in err
+    code, _, err = run(command, fleet_file(tmp_path, "run: mine"), *options, "--track", "small")
+    assert code == 2
+    assert "there is no track 'small'" in err
+
+
 def test_a_wrong_argument_is_exit_2(run: Any) -> None:
     assert run("edge")[0] == 2
     assert run("nonsense")[0] == 2
