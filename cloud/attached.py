@@ -70,7 +70,7 @@ class Attached(Participant):
         self.device = next((p.device for p in module.parameters() if p.requires_grad), torch.device("cpu"))
         self.sharded = is_sharded(module)
         if self.sharded:
-            shards(self.module, Layout.from_module(module), group)  # raises
+            shards(self.module, Layout.from_module(module, include=member.include), group)  # raises
         exchange = ShardedExchange if self.sharded else Exchange
         self._enter(self.module, member, config, optimizer, group=group, device=self.device, exchange=exchange)
         # Before fully_shard's own hook, which gathers the parameters that a start may set. It keeps this object alive.

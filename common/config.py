@@ -58,7 +58,6 @@ __all__ = [
     "FleetConfig",
     "Fraction",
     "Hinge",
-    "Kind",
     "LimitsConfig",
     "MembersConfig",
     "MergeConfig",
@@ -77,6 +76,7 @@ __all__ = [
     "StartConfig",
     "TaskConfig",
     "TrackConfig",
+    "TrackKind",
     "TrackName",
     "UntilConfig",
     "WindowConfig",
@@ -186,14 +186,14 @@ class ProxyConfig(Section):
         return self
 
 
-Kind = Literal["weights", "logits"]  # what a track exchanges: a model's weights, or soft labels on a proxy set
+TrackKind = Literal["weights", "logits"]  # what a track exchanges: a model's weights, or soft labels on a proxy set
 Publish = Literal["float32", "bfloat16", "int8", "prob16"]
 
 
 class TrackConfig(Section):
     """One of several tracks. A section given here is the track's, whole; one left out is as in the fleet file."""
 
-    kind: Kind | None = None
+    kind: TrackKind | None = None
     proxy: ProxyConfig | None = None
     distill: DistillConfig | None = None
     include: tuple[str, ...] | None = None
@@ -216,7 +216,7 @@ class FleetConfig(Section):
 
     run: NodeName = "fleet"
     tracks: dict[NodeName, TrackConfig] = Field(default={}, max_length=64)
-    kind: Kind = "weights"
+    kind: TrackKind = "weights"
     proxy: ProxyConfig | None = None  # of kind logits
     distill: DistillConfig = DistillConfig()  # of kind logits
     include: tuple[str, ...] = ()  # shell patterns of the tensors that are exchanged; none: all that can be
@@ -260,6 +260,8 @@ class FleetConfig(Section):
                 raise ValueError("start and outer are for weights: a track of soft labels starts empty, and takes no outer step")
             if self.region.codec != "float64":
                 raise ValueError(f"region.codec: {self.region.codec} is for weights; sums of soft labels travel in float64")
+            if self.site.fragments > 1:
+                raise ValueError("site.fragments is for weights: an update of soft labels covers the items that it is of")
             if self.include:
                 raise ValueError("include names tensors of a model: of kind logits there are none")
             if self.proxy is not None:

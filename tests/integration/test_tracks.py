@@ -283,6 +283,11 @@ def test_a_call_without_a_track_of_the_run_is_told_which_there_are(track: str, d
             call()
 
 
+def test_a_track_is_a_name(dial: Any) -> None:
+    with pytest.raises(Refused, match=r"MALFORMED: track is '\.\./wide'"):
+        join(dial("../wide"))
+
+
 def test_a_member_with_another_model_is_told_which_tracks_there_are(fleet: RunningCoordinator, tmp_path: Path, dial: Any) -> None:
     mine = Layout.from_module(LineTask(wide=5).model()).fingerprint
     with pytest.raises(Refused) as refused:

@@ -81,6 +81,8 @@ def test_the_only_track_need_not_be_named_and_of_several_one_must() -> None:
         ({"tracks": {"a": {"kind": "logits", "proxy": PROXY, "outer": {"preset": "diloco"}}}}, "takes no outer step"),
         ({"tracks": {"a": {"kind": "logits", "proxy": PROXY, "merge": FLEET["merge"]}}}, "proxy.by_tier keeps the tiers apart"),
         ({"kind": "logits", "proxy": PROXY, "region": {"codec": "int8"}}, "sums of soft labels travel in float64"),
+        ({"kind": "logits", "proxy": PROXY, "site": {"fragments": 2}}, "site.fragments is for weights"),
+        ({"tracks": {f"t{n}": {} for n in range(65)}}, "at most 64 items"),
         ({"tracks": {"a/b": {}}}, "tracks.a/b"),
         ({"tracks": {"a": {"windo": {}}}}, "tracks.a.windo: unknown key; allowed here: "),
         ({"tracks": {"a": {"edge": {"update": "gradient"}}}, "work": {"steps": "adaptive"}}, "tracks.a: work.steps"),
