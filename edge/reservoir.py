@@ -6,8 +6,9 @@ with equal weights). The key depends on nothing but the content, so that the ord
 nothing, and two nodes' reservoirs of one seed merge into the sample of both. What has expired makes room for what comes
 then, whatever its key; the sample is uniform again when that has been displaced.
 
-One SQLite file holds it all; what is removed from it is overwritten in it (``secure_delete``). What is too old is removed
-whenever the reservoir is opened, added to or read: while nobody does, it lies there.
+One SQLite database holds it all. ``add`` waits for no disk (answers wait for it): with the power the newest few may be lost. What
+is removed or too old is overwritten in the file (``secure_delete``) and leaves SQLite's log. What is too old is removed whenever
+the reservoir is opened, added to or read: while nobody does, it lies there.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Reservoir:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._db = sqlite3.connect(folder / _FILE, timeout=1.0, check_same_thread=False, isolation_level=None)
             try:
-                for pragma in ("secure_delete=ON", "locking_mode=EXCLUSIVE", "synchronous=FULL"):
+                for pragma in ("secure_delete=ON", "locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=NORMAL"):
                     self._db.execute(f"PRAGMA {pragma}")
                 self._db.executescript(_SCHEMA)
                 self._agree("seed", str(seed))
@@ -128,9 +129,9 @@ class Reservoir:
         kept = 0
         with self._lock, storage("cannot keep hard samples"), self._db:
             now = self._clock.now()
+            self._retain(now)
             self._db.execute("BEGIN IMMEDIATE")
             self._agree("shape", json.dumps(list(samples.shape[1:])))
-            self._retain(now)
             for i, sample in enumerate(samples):
                 if bool(sample.isfinite().all()):
                     kept += self._offer(sample, float(hardness[i]), None if teacher is None else teacher[i], now)
@@ -199,14 +200,21 @@ class Reservoir:
         """Keep these no longer: somebody took his consent back, or they were used."""
         with self._lock, storage("cannot remove hard samples"):
             self._db.executemany("DELETE FROM samples WHERE digest = ?", [(digest,) for digest in digests])
+            self._empty_log()
 
     # ---- within ---------------------------------------------------------------------------------------------------------------
 
     def _retain(self, now: float) -> None:
-        self._db.execute("DELETE FROM samples WHERE at < ?", (now - self._retention_s,))
+        gone = self._db.execute("DELETE FROM samples WHERE at < ?", (now - self._retention_s,)).rowcount
         over = self._count() - self._config.keep  # the fleet file may allow fewer than it did
         if over > 0:
             self._db.execute("DELETE FROM samples WHERE key IN (SELECT key FROM samples ORDER BY key DESC LIMIT ?)", (over,))
+        if gone or over > 0:
+            self._empty_log()
+
+    def _empty_log(self) -> None:
+        """What was removed is not to lie in SQLite's log any longer."""
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _key(self, purpose: str, digest: str) -> str:
         return hashlib.sha256(f"{self._seed}/{purpose}/{digest}".encode()).hexdigest()

@@ -19,16 +19,19 @@ from helpers.fleet import fleet_config, free_port, on_port, running, write
 from helpers.processes import PATIENCE_S, commands, eventually
 from helpers.proxy import Proxy
 from helpers.serving import ConstantTask, fleet_sections, publish
+from helpers.tasks import LineTask
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fleetddp.cloud.cli import main
+from fleetddp.cloud.export import export_version
 from fleetddp.cloud.inference import Inference
 from fleetddp.common.config import SecurityConfig
 from fleetddp.common.errors import ConfigError, Late, Reason, Refused, Unreachable
 from fleetddp.common.events import Join
 from fleetddp.common.inference_config import ServeConfig
 from fleetddp.common.predictor import Gate, ModulePredictor, Served, accuracy
+from fleetddp.common.publish import save_init
 from fleetddp.common.transport.follower import supply
 from fleetddp.common.transport.inference_client import RemotePredictor
 from fleetddp.common.transport.inference_server import ServerThread
@@ -357,6 +360,43 @@ def test_the_version_in_service_stays_when_the_coordinator_is_away(tmp_path: Pat
             publish(pi, 0, (5.0, 0.0))
             eventually(lambda: inference.served.version == 1, "version 1 is in service")
         assert inference.failure is None
+
+
+def test_one_of_several_tracks_is_served_and_exported(tmp_path: Path) -> None:
+    sections = fleet_sections(tmp_path)
+    big = {key: sections.pop(key) for key in ("start", "task")}
+    save_init(LineTask().model(), tmp_path / "small.safetensors")
+    small = {
+        "start": {"bootstrap": "file", "file": str(tmp_path / "small.safetensors")},
+        "task": {"target": "helpers.tasks:LineTask"},
+    }
+    sections["serve"]["track"] = "big"
+    with running(fleet_config(tmp_path, tracks={"big": big, "small": small}, **sections)) as coordinator, ExitStack() as stack:
+        config = on_port(coordinator.config, coordinator.coordinator.port).for_track("big")
+        inference = Inference(config, ConstantTask(), name="cloud-1")
+        stack.callback(inference.close)
+        eventually(lambda: inference.served.version == 0, "version 0 is in service")
+        done = export_version(config, "safetensors", tmp_path / "m", version=-1, node="pi", from_journal=False)
+    assert (done.version, load_file(done.path)["w"].tolist()) == (0, [0.0, 0.0])
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_a_server_is_a_client_of_the_coordinator_by_the_same_certificate(tmp_path: Path) -> None:
+    ca = make_ca(tmp_path / "certs", "pi", server="cloud-1")
+
+    def files(name: str) -> dict[str, str]:
+        return {key: str(path) for key, path in security(ca, name).model_dump(exclude={"insecure"}).items()}
+
+    sections = fleet_sections(tmp_path)
+    with running(fleet_config(tmp_path, security=files("coordinator"), **sections)) as coordinator, ExitStack() as stack:
+        config = on_port(coordinator.config, coordinator.coordinator.port)
+        mine = config.model_copy(update={"security": security(ca, "cloud-1")})
+        inference = Inference(mine, ConstantTask(), name="cloud-1")
+        stack.callback(inference.close)
+        eventually(lambda: inference.served.version == 0, "version 0 is in service")
+        remote = RemotePredictor(f"localhost:{inference.port}", security(ca, "pi"), node="pi", timeout_s=PATIENCE_S)
+        stack.callback(remote.close)
+        assert remote(torch.zeros(1, 3)).tolist() == [[0.0, 0.0]]
 
 
 def test_another_model_than_the_fleets_is_a_failure(tmp_path: Path) -> None:

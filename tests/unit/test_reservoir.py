@@ -55,12 +55,21 @@ def test_taking_consent_back_erases(tmp_path: Path) -> None:
 
 def test_what_is_removed_is_overwritten(tmp_path: Path) -> None:
     mark = torch.full((64,), 1234.5678)
-    with Reservoir(tmp_path, config(tmp_path)) as reservoir:
+
+    def is_there() -> bool:
+        return any(mark.numpy().tobytes() in path.read_bytes() for path in tmp_path.iterdir())
+
+    clock = VirtualClock()
+    with Reservoir(tmp_path, config(tmp_path), clock=clock) as reservoir:
         reservoir.add(mark.unsqueeze(0), torch.zeros(1))
-        file = tmp_path / "reservoir.db"
-        assert mark.numpy().tobytes() in file.read_bytes()
+        assert is_there()
         reservoir.remove([digest_of(mark)])
-        assert mark.numpy().tobytes() not in file.read_bytes()
+        assert not is_there()
+        reservoir.add(mark.unsqueeze(0), torch.zeros(1))
+    assert is_there()
+    clock.advance(3 * HOUR)
+    with Reservoir(tmp_path, config(tmp_path), clock=clock):
+        assert not is_there()
 
 
 def test_items_are_found_again_with_all_that_is_known(tmp_path: Path) -> None:
