@@ -22,6 +22,7 @@ class DistillConfig(Section):
     pull_items: PositiveInt | None = None  # whose labels it brings for a version, at most; None: of all that changed
     entropy_power: Annotated[float, Field(ge=0)] = 2.0  # how much less an unsure label weighs; 0: all weigh the same
     entropy_floor: Annotated[float, Field(gt=0, le=1)] = 0.01  # of certainty: what the least sure label weighs, before the power
+    known_weight: PositiveFloat = 10.0  # of an item whose class a member knows; the surest opinion weighs 1
     codec: str = Field(default="prob16", pattern=r"^(prob16|probtop:[1-9][0-9]{0,4})$")  # of a member's labels
 
     def check(self, classes: int, *, by_tier: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import google_crc32c
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fleetddp.common import codecs, labels
 from fleetddp.common.config import FleetConfig
@@ -56,6 +57,7 @@ class Knowledge:
         self._published = codecs.get(codec_of(config.publish, proxy.classes))
         self._codec = codecs.get(codec_of(self.config.codec, proxy.classes))
         self._items = proxy.items.to(self._device)
+        self._certain = torch.full((len(proxy),), -1)
         self._refresh()
 
     # ---- what others say ------------------------------------------------------------------------------------------------------
@@ -99,6 +101,14 @@ class Knowledge:
         self.version, self.rows = version, rows
         self._refresh()
 
+    def know(self, classes: Tensor) -> None:
+        """Of some items this member knows the class for certain: i64[n], -1 where it does not. It learns from that and says it,
+        whatever its model or others think."""
+        if classes.shape != (len(self.proxy),) or not bool(((classes >= -1) & (classes < self.proxy.classes)).all()):
+            raise ConfigError(f"known classes: {len(self.proxy)} numbers from -1 to {self.proxy.classes - 1} are due")
+        self._certain = classes.cpu()
+        self._refresh()
+
     # ---- what this member says ------------------------------------------------------------------------------------------------
 
     def due(self) -> Tensor:
@@ -117,6 +127,7 @@ class Knowledge:
 
         ``Refused(NOT_FINITE)`` if the model has diverged.
         """
+        rows = self._told(rows, self.due())
         covers = labels.elements(self.layout, self._tier, self._turn(self.version))
         header = UpdateHeader(
             update_id=update_id,
@@ -138,8 +149,15 @@ class Knowledge:
     def _turn(self, version: int) -> tuple[Interval, ...]:
         return assigned(version, len(self.proxy), self.config.label_items)
 
+    def _told(self, rows: Tensor, indices: Tensor) -> Tensor:
+        """Rows f32[b, C + 1] of these items, with what is known for certain in its place."""
+        classes = self._certain[indices]
+        sure = functional.one_hot(classes.clamp(min=0), self.proxy.classes).float()
+        known = to_rows(sure, torch.full((len(indices),), self.config.known_weight))
+        return torch.where((classes >= 0).unsqueeze(1), known, rows)
+
     def _refresh(self) -> None:
-        probabilities, weights = consensus(self.rows)
+        probabilities, weights = consensus(self._told(self.rows, torch.arange(len(self.proxy))))
         self._labels, self._weights = probabilities.to(self._device), weights.to(self._device)
         self._known = torch.nonzero(weights > 0).squeeze(1)
 

@@ -71,8 +71,9 @@ class DistilledNode:
     """One edge member of a track of soft labels. ``run`` blocks until the run is finished or ``stop`` is called from anywhere.
 
     ``config`` is the fleet file as the track sees it; the arguments are ``EdgeNode``'s. ``proxy``: the proxy set, where it is at
-    hand already. Model and consensus lie in ``<edge.state>/<name>`` and outlive the process. Raises what a person must mend:
-    ``ConfigError``, ``StorageError`` at the start, ``Refused`` with WRONG_RUN, WRONG_LAYOUT, WRONG_IDENTITY, ...
+    hand already. A task may have ``known_classes(proxy)`` (see ``Knowledge.know``). Model and consensus lie in
+    ``<edge.state>/<name>`` and outlive the process. Raises what a person must mend: ``ConfigError``, ``StorageError`` at the
+    start, ``Refused`` with WRONG_RUN, WRONG_LAYOUT, WRONG_IDENTITY, ...
     """
 
     def __init__(
@@ -150,6 +151,9 @@ class DistilledNode:
                     return False
         self._backoff.reset()
         self.knowledge = Knowledge(self._proxy, self._config, Tier.EDGE, device=self._where["device"])
+        certain = getattr(self._task, "known_classes", None)
+        if callable(certain):
+            self.knowledge.know(certain(self._proxy))
         self._trainer = DistilledTrainer(self._task, self._name, self._config, self.knowledge, **self._where)
         self._memory = Memory(self._folder, f"{self._config.run}/{self.knowledge.layout.fingerprint}", self._trainer)
         self._incarnation = self._memory.enter(self.knowledge)
