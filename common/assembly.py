@@ -22,6 +22,7 @@ def assemble(config: FleetConfig, journal: Journal, *, clock: Clock, host: Host,
 
     Raises ``ConfigError`` (the outer optimizer, the start file, the proxy set), ``StorageError``.
     """
+    config = config.for_track("")  # of several tracks each has a driver of its own: raises
     publisher = Publisher(journal, config)
     recovered = journal.recover()
     shelf = None

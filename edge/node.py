@@ -66,6 +66,7 @@ class EdgeNode:
         device: torch.device | str = "cpu",
         ready: Callable[[], bool] = lambda: True,
     ) -> None:
+        config = config.for_track("")  # of several tracks a node is of one: raises
         self._config, self._parent, self._ready = config, parent, ready
         edge = config.edge
         self._trainer = TRAINERS[edge.update](

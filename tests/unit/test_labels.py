@@ -183,6 +183,23 @@ def test_after_a_restart_the_same_version_is_made() -> None:
     assert trees[0].weights(1)[1] == trees[1].weights(1)[1]
 
 
+def test_what_was_decided_is_made_after_a_restart() -> None:
+    trees = [tree_of(quorum=2, publish="prob16") for _ in range(2)]
+    for tree in trees:
+        say(tree.leaf("a"), 0, [(3, 9)])
+        if tree is trees[1]:
+
+            def fail(point: str) -> None:
+                if point == "publish:begun":
+                    raise OSError("no space left")
+
+            tree.root._journal.at = fail
+        say(tree.leaf("b"), 1)
+    assert [tree.root.driver.version for tree in trees] == [1, 0]
+    trees[1].restart_root()
+    assert trees[0].weights(1) == trees[1].weights(1)
+
+
 # ---- what is refused --------------------------------------------------------------------------------------------------------
 
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from fleetddp.common.clock import SystemClock
 from fleetddp.common.config import ONLY_TRACK, FleetConfig, parse
 from fleetddp.common.errors import ConfigError
+from fleetddp.common.transport.memory import MemoryFleet
+from fleetddp.edge.region import Region
 
 PROXY = {"name": "set", "classes": 10, "items": 5, "digest": "0" * 64}
 TRACKS: dict[str, Any] = {
@@ -92,6 +95,14 @@ def test_a_track_that_does_not_fit_is_refused_by_name(sections: dict[str, Any], 
     with pytest.raises(ConfigError) as caught:
         parse(sections)
     assert message in str(caught.value)
+
+
+def test_of_several_tracks_whoever_is_of_one_must_be_told_which(tmp_path: Path) -> None:
+    config = parse({"tracks": {"a": {}, "b": {}}, "coordinator": {"journal": str(tmp_path)}})
+    with pytest.raises(ConfigError, match="there are: a, b"):
+        MemoryFleet(config, SystemClock())
+    with pytest.raises(ConfigError, match="there are: a, b"):
+        Region(config, "west")
 
 
 def test_a_config_made_in_python_is_the_same_as_one_read() -> None:
