@@ -31,8 +31,7 @@ def soft_loss(logits: Tensor, probabilities: Tensor, temperature: float, weights
     if weights is None:
         weights = torch.ones_like(each)
     total = weights.sum()
-    loss: Tensor = temperature * temperature * (each * weights).sum() / torch.where(total > 0, total, 1.0)
-    return loss
+    return (each * weights).sum().div(torch.where(total > 0, total, 1.0)).mul(temperature * temperature)
 
 
 def certainty(probabilities: Tensor, *, power: float, floor: float) -> Tensor:
@@ -41,7 +40,7 @@ def certainty(probabilities: Tensor, *, power: float, floor: float) -> Tensor:
     Members that have not seen a class are less sure of it; DS-FL lowers the entropy of a mean, here the unsure weigh less in it.
     """
     entropy = -torch.special.xlogy(probabilities, probabilities).sum(1)
-    return (1.0 - entropy / math.log(probabilities.shape[1])).clamp(min=floor, max=1.0) ** power
+    return (1.0 - entropy / math.log(probabilities.shape[1])).clamp(min=floor, max=1.0).pow(power)
 
 
 def mixing(mix: float, ramp_versions: int, version: int) -> float:

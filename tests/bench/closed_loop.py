@@ -192,10 +192,8 @@ def main() -> None:
             told = kept[name].labels
             counts = f"{len(told):6d}{int((told >= 0).sum()):10d}{int((told == NEW).sum()):6d}"
         rows[name] = [row[key] for row in (old, new) for key in ("accuracy", f"accuracy_{NEW}")]
-        print(
-            f"{name:8}{counts}"
-            + "".join(f"{value:9.3f}{other:7.3f}" for value, other in zip(*[iter(rows[name])] * 2, strict=True))
-        )
+        before, new_before, now, new_now = rows[name]
+        print(f"{name:8}{counts}{before:9.3f}{new_before:7.3f}{now:9.3f}{new_now:7.3f}")
     figures = figures_of(rows["site"], [rows[name] for name in EDGES])
     print(f"{time.perf_counter() - began:.0f} s; of the edges the worst after, the best before")
     print(json.dumps({"bench": "closed_loop", "figures": {name: round(value, 4) for name, value in figures.items()}}))

@@ -9,6 +9,7 @@ import torch
 from helpers.soft_tasks import Corners, cloud, proxy_set, soft_config
 from torch.utils.data import DataLoader
 
+from fleetddp.common import codecs
 from fleetddp.common.clock import VirtualClock
 from fleetddp.common.errors import ConfigError
 from fleetddp.common.inference_config import HardSamplesConfig
@@ -74,9 +75,8 @@ def test_what_is_known_for_certain_outweighs_every_opinion(tmp_path: Path) -> No
     edge.know(classes)
     edge.adopt(0, torch.tensor([[1.0, 0.0, 0.0, 0.0, 1.0]]).repeat(40, 1))
     opinion = edge.rows_of(20 * torch.eye(4)[torch.zeros(10, dtype=torch.int64)])
-    said = edge._codec.decode(torch.frombuffer(edge.say(UpdateId("e1", 1, 1), opinion).payload, dtype=torch.uint8), 50).view(
-        10, 5
-    )
+    payload = edge.say(UpdateId("e1", 1, 1), opinion).payload
+    said = codecs.get("prob16:4").decode(torch.frombuffer(payload, dtype=torch.uint8), 50).view(10, 5)
     assert said[3].tolist() == [0.0, 0.0, 8.0, 0.0, 8.0]
     assert torch.allclose(said[2], opinion[2], rtol=1e-3, atol=1e-6)
     right = 30 * torch.eye(4)[torch.tensor([2, 0])]
