@@ -39,8 +39,9 @@ def certainty(probabilities: Tensor, *, power: float, floor: float) -> Tensor:
 
     Members that have not seen a class are less sure of it; DS-FL lowers the entropy of a mean, here the unsure weigh less in it.
     """
-    entropy = -torch.special.xlogy(probabilities, probabilities).sum(1)
-    return (1.0 - entropy / math.log(probabilities.shape[1])).clamp(min=floor, max=1.0).pow(power)
+    entropy: Tensor = -torch.special.xlogy(probabilities, probabilities).sum(1)
+    sure: Tensor = 1.0 - entropy / math.log(probabilities.shape[1])
+    return sure.clamp(min=floor, max=1.0).pow(power)
 
 
 def mixing(mix: float, ramp_versions: int, version: int) -> float:
