@@ -13,7 +13,7 @@ from fleetddp.common.update import ProxyInfo, Receipt, Slice, UpdateHeader, Vers
 Sink = Callable[[int, memoryview], None]  # (offset in the version's payload, bytes): where pulled chunks go
 
 # A push refused for one of these says nothing about the update: the member must act (join, stop, be let in) and can then push it.
-MEMBER_REASONS = frozenset({Reason.UNKNOWN_NODE, Reason.WRONG_IDENTITY, Reason.WRONG_RUN, Reason.SUPERSEDED})
+MEMBER_REASONS = frozenset({Reason.UNKNOWN_NODE, Reason.WRONG_IDENTITY, Reason.WRONG_RUN, Reason.WRONG_TRACK, Reason.SUPERSEDED})
 
 
 class Parent(Protocol):

@@ -283,6 +283,24 @@ def test_a_call_without_a_track_of_the_run_is_told_which_there_are(track: str, d
             call()
 
 
+def test_an_update_for_a_track_that_is_not_there_is_not_lost(dial: Any) -> None:
+    layout = Layout.from_module(LineTask().model())
+    header = UpdateHeader(
+        update_id=UpdateId("pi", 1, 1),
+        kind=Kind.DELTA,
+        tier=Tier.EDGE,
+        base_version=0,
+        codec="float32",
+        layout=layout.fingerprint,
+    )
+    uplink = dial("thin")
+    uplink._layout = layout  # as one that has pushed before
+    payload = bytes(4 * layout.elements)
+    part = Slice(intervals=((0, layout.elements),), samples=1.0, digest=google_crc32c.value(payload))
+    with pytest.raises(Refused, match="WRONG_TRACK"):  # raised, not returned as the update's end
+        uplink.push(header, part, memoryview(payload))
+
+
 def test_a_track_is_a_name(dial: Any) -> None:
     with pytest.raises(Refused, match=r"MALFORMED: track is '\.\./wide'"):
         join(dial("../wide"))
