@@ -26,7 +26,7 @@ EXAMPLES = sorted(set(ROOT.glob("deploy/examples/*.yaml")) - {SCENARIO})
 def test_there_is_something_to_test() -> None:
     assert len(SCRIPTS) >= 4
     assert len(UNITS) == 4
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed (apt-get install shellcheck)")
