@@ -276,6 +276,9 @@ class FleetConfig(Section):
             except ValidationError as error:
                 said = "; ".join(found["msg"].removeprefix("Value error, ") for found in error.errors())
                 raise ValueError(f"tracks.{name}: {said}") from None
+        taught = self.site.knowledge
+        if self.tracks and taught and (taught not in self.tracks or self.for_track(taught).kind != "logits"):
+            raise ValueError(f"site.knowledge: {taught!r} is no track of kind: logits")
         for section, track in (("site", self.site.track), ("region", self.region.track), ("edge", self.edge.track)):
             if track and track not in (self.tracks or (ONLY_TRACK,)):
                 raise ValueError(

@@ -1,6 +1,6 @@
 """Unlike models teach each other by soft labels: a convolutional network in the cloud, perceptrons at the edge.
 
-Run: python tests/bench/distill.py [--versions 28] [--seed 0]; about a minute on two cores. No member has seen all classes. A
+Run: python tests/bench/distill.py [--versions 44] [--seed 0]; about a minute on two cores. No member has seen all classes. A
 real coordinator over gRPC with two tracks (the cloud's weights; soft labels), a site of two ranks under torchrun, three edge
 nodes in threads. Alone: the same models, data and numbers of steps without the others. Bytes: payloads that a member sends and
 brings for a version, on average, over its own weights in float32 in both directions.
@@ -47,7 +47,7 @@ def fleet_file(folder: Path, versions: int, seed: int) -> dict[str, Any]:
         "kind": "logits",
         "publish": "prob16",
         "proxy": {"name": "digits", "classes": 10, "file": str(folder / "proxy.safetensors"), "by_tier": True},
-        "distill": {"temperature": 2.0, "learn_from": "others", "batch_items": 96, "label_items": 100, "pull_items": 200},
+        "distill": {"temperature": 2.0, "learn_from": "others", "batch_items": 128, "label_items": 100, "pull_items": 200},
         "window": window,
         "task": {"target": TASK, "args": {"role": "edge", "seed": seed}},
         "until": {"versions": versions},
@@ -59,7 +59,7 @@ def fleet_file(folder: Path, versions: int, seed: int) -> dict[str, Any]:
         "members": {"heartbeat_s": 0.5, "lease_s": 30.0},
         "tracks": {"cloud": cloud, "knowledge": knowledge},
         "site": {"track": "cloud", "knowledge": "knowledge", "sync_every": STEPS, "batch_size": 16},
-        "edge": {"track": "knowledge", "steps": STEPS, "state": str(folder / "edges")},
+        "edge": {"track": "knowledge", "steps": STEPS, "batch_size": 16, "state": str(folder / "edges")},
         "seed": seed,
     }
 
@@ -167,7 +167,7 @@ def together(folder: Path, versions: int, seed: int) -> tuple[dict[str, float], 
 def main() -> None:
     """Print the table, then the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--versions", type=int, default=28)
+    parser.add_argument("--versions", type=int, default=44)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

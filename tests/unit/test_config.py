@@ -100,3 +100,12 @@ def test_distillation_fits_its_proxy_set() -> None:
             parse({"kind": "logits", "publish": "prob16", "proxy": proxy, "distill": distill})
     with pytest.raises(ConfigError, match=r"distill\.codec"):
         parse({"distill": {"codec": "int8"}})
+
+
+def test_a_site_teaches_in_a_track_of_soft_labels() -> None:
+    knowledge = {"kind": "logits", "publish": "prob16", "proxy": {"name": "p", "classes": 3, "items": 8, "digest": "0" * 64}}
+    tracks = {"cloud": {}, "knowledge": knowledge}
+    assert parse({"tracks": tracks, "site": {"knowledge": "knowledge"}}).site.knowledge == "knowledge"
+    for wrong in ("cloud", "wisdom"):
+        with pytest.raises(ConfigError, match=f"'{wrong}' is no track of kind: logits"):
+            parse({"tracks": tracks, "site": {"knowledge": wrong}})
