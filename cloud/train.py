@@ -4,8 +4,9 @@ The fleet file names the task and the coordinator; ``FLEETDDP_NODE`` names the s
 ``site.track``. Each rank trains on its part of the task's data, each epoch in an order of its own; rank 0 evaluates each version
 that the site adopts and reports the metrics. With ``site.checkpoint`` a restarted site goes on where it was, with as many ranks
 as there are then: ``site.global_batch`` keeps the batch as it is, ``site.lr_scaling`` fits the learning rate to it. A task may
-have a method ``scheduler(optimizer)``: a scheduler of the learning rate, which is told of every step. Exit codes: 0 the run or
-the epochs have ended; 1 failed; 2 a setting.
+have a method ``scheduler(optimizer)``: a scheduler of the learning rate, which is told of every step. With ``site.knowledge`` it
+teaches and learns in a track of soft labels besides (``distill.py``). Exit codes: 0 the run or the epochs have ended; 1 failed; 2
+a setting.
 """
 
 from __future__ import annotations

@@ -26,7 +26,12 @@ from fleetddp.common.errors import ConfigError
 
 
 class Task(Protocol):
-    """What a member trains. It is made once in each process; its methods may be called in any order, several times."""
+    """What a member trains. It is made once in each process; its methods may be called in any order, several times.
+
+    For tracks of soft labels it may also have: ``proxy()``, the items of the proxy set (a tensor or a ``ProxySet``), where it is
+    generated; ``logits(model, items)``, f[b, C], where that is not the model's forward; ``known_classes(proxy)``, i64[n], the
+    classes that an edge node knows of these items, else -1. For sites: ``scheduler(optimizer)``.
+    """
 
     def model(self) -> nn.Module:
         """A new model, the same architecture everywhere (its layout is the fleet's); on the CPU."""
