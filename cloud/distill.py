@@ -138,7 +138,9 @@ class Distillation:
             raise failure
         if brought is None:
             return False
-        self.knowledge.adopt(*brought)
+        version, rows = brought
+        held = self.knowledge.rows  # a restart may have taken up more than rank 0 has brought since
+        self.knowledge.adopt(version, torch.where(rows[:, -1:] > 0, rows, held))
         if optimizer is not None and self._config.distill.ensemble_steps:
             self.ensemble(optimizer, self._config.distill.ensemble_steps)
         self._label()

@@ -130,6 +130,20 @@ def test_its_state_goes_into_a_checkpoint(track: Track) -> None:
     assert torch.equal(other.knowledge.rows, teacher.knowledge.rows)
 
 
+def test_a_restart_keeps_what_it_held_until_it_is_renewed(tmp_path: Path) -> None:
+    """Only five rows of each tier are brought for a version; the other 35 are those of the checkpoint."""
+    track = Track(tmp_path, pull_items=10)
+    teacher = track.site(DistributedDataParallel(TASK.model()))
+    rows = torch.tensor([[0.0, 0.0, 0.0, 2.0, 2.0]]).repeat(40, 1)
+    teacher.load_state_dict({"version": 0, "rows": rows})
+    track.teach()
+    taken_up(teacher, 1)
+    assert teacher.known == 40
+    assert torch.equal(teacher.knowledge.rows[5:], rows[5:])
+    assert torch.equal(teacher.knowledge.rows[:5, :4].argmax(1), cloud(40, 1)[1][:5])
+    track.close()
+
+
 def test_what_ends_the_exchange_is_raised(track: Track, tmp_path: Path) -> None:
     """The track is of other items than this site's."""
     other = ProxySet(PROXY.name, 4, PROXY.items + 1)

@@ -195,3 +195,15 @@ def test_where_a_proxy_set_comes_from(tmp_path: Path) -> None:
     assert proxy_of(far, object(), parent, tmp_path / "brought").digest == PROXY.digest
     assert len(list((tmp_path / "brought").iterdir())) == 1
     fleet.stop()
+
+
+def test_where_tiers_are_not_kept_apart_all_are_one_consensus(fleet: Callable[..., Fleet]) -> None:
+    one = fleet(source={"by_tier": False})
+    site, edge = one.member("lab", Tier.SITE), one.member("e1", Tier.EDGE)
+    one.say("lab", site, 20 * torch.eye(4)[torch.zeros(10, dtype=torch.int64)])
+    one.say("e1", edge, 20 * torch.eye(4)[torch.ones(10, dtype=torch.int64)])
+    for member in (site, edge):
+        member.take(one.parent, one.version)
+        p = member.rows[:10, :4] / member.rows[:10, 4:]
+        assert torch.allclose(p[:, :2], torch.full((10, 2), 0.5), atol=1e-3)
+        assert member.bytes_pulled == 10 * ROW
