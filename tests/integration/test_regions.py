@@ -75,7 +75,7 @@ def test_edge_nodes_below_a_region_that_dies_finish_the_run(tmp_path: Path, prel
             task={"target": "helpers.tasks:LineTask", "args": {"lr": 0.01}},
             members={"heartbeat_s": 0.2, "lease_s": 1.0},
             window={"preset": "semi_sync", "quorum": 0.5, "grace_s": 0.2, "deadline_s": 2.0},
-            until={"versions": 30},
+            until={"versions": 80},  # long enough for those of the dead region to find another parent before all others have left
         ),
         free_port(),
     )
@@ -113,7 +113,7 @@ def test_edge_nodes_below_a_region_that_dies_finish_the_run(tmp_path: Path, prel
     journal = Journal(config.coordinator.journal, run=config.run)
     try:
         versions = journal.versions()
-        assert versions[-1].number >= 30
+        assert versions[-1].number >= 80
     finally:
         journal.close()
 
