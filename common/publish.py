@@ -8,10 +8,7 @@ and never adds up (error feedback at the publisher).
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,8 +29,6 @@ from fleetddp.common.payload import Geometry
 from fleetddp.common.stored import storage
 from fleetddp.common.update import Interval, Update, Version
 from fleetddp.common.version_file import BLOCK_ELEMENTS, VersionFile, VersionWriter, blocks
-
-AHEAD = 2  # threads that make means
 
 Weights = Callable[[Interval, Tensor], Tensor]  # (elements, out f32[n]) -> out, holding those elements
 
@@ -118,11 +113,11 @@ class Publisher:
                     changed=changed,
                     optimizer_since=step.since,
                 )
-                for fragment, interval, mean in step.means():
+                for fragment, interval in step.blocks():
                     if interval[0] < layout.parameters:
-                        writer.parameters(interval, *step.parameters(fragment, interval, mean))
+                        writer.parameters(interval, *step.parameters(fragment, interval))
                     else:
-                        writer.buffers(step.buffers(interval, mean))
+                        writer.buffers(step.buffers(fragment, interval))
                 return self._finish(writer, file, decision, layout, step.scalars)
 
     def _consensus(self, consensus: Consensus, decision: Decision, layout: Layout) -> Version:
@@ -179,19 +174,6 @@ def accepted_operand(journal: Journal, update: Update, layout: Layout) -> Operan
     return Operand(Geometry.of_update(update.header, layout), read)
 
 
-@dataclass(slots=True)
-class _Room:
-    """Where a block's mean is made."""
-
-    sum: Tensor  # f64
-    product: Tensor  # f64
-    mean: Tensor  # f32
-
-    @classmethod
-    def of(cls, size: int) -> _Room:
-        return cls(*(torch.empty(size, dtype=dtype) for dtype in (torch.float64, torch.float64, torch.float32)))
-
-
 class _Step:
     """One outer step, block by block, in buffers that are used again for each block.
 
@@ -213,36 +195,18 @@ class _Step:
         self._resumed = [kept and (not head.changed or at >= self.since) for at in head.changed or (0,)]
         self.scalars = {name: head.scalars.get(name, 0.0) if kept else 0.0 for name in self.names}
         size = min(BLOCK_ELEMENTS, self._layout.elements)
-        self._weights = torch.empty(size, dtype=torch.float32)
+        self._sum, self._product = (torch.empty(size, dtype=torch.float64) for _ in range(2))
+        self._weights, self._merged = (torch.empty(size, dtype=torch.float32) for _ in range(2))
         self._state = {slot: torch.empty(size, dtype=torch.float32) for slot in outer.slots}
 
-    def means(self) -> Iterator[tuple[int, Interval, Tensor | None]]:
-        """All elements in order, block by block: the fragment it lies in, and the mean of what covers it (None: nothing does).
-
-        Means are made ahead, in threads of their own, while the block before is stepped and written; each is good until the
-        next one is asked for.
-        """
-        blocks = list(self._blocks())
-        rooms = [_Room.of(min(BLOCK_ELEMENTS, self._layout.elements)) for _ in range(min(AHEAD + 1, len(blocks)))]
-        if len(blocks) == 1:
-            ((fragment, interval),) = blocks
-            yield fragment, interval, self._mean(fragment, interval, rooms[0])
-            return
-        with ThreadPoolExecutor(AHEAD, initializer=torch.set_num_threads, initargs=(1,)) as threads:
-            making: deque[Future[Tensor | None]] = deque()
-            for index in range(len(blocks) + AHEAD):
-                if index < len(blocks):
-                    making.append(threads.submit(self._mean, *blocks[index], rooms[index % len(rooms)]))
-                if index >= AHEAD:
-                    yield *blocks[index - AHEAD], making.popleft().result()
-
-    def _blocks(self) -> Iterator[tuple[int, Interval]]:
+    def blocks(self) -> Iterator[tuple[int, Interval]]:
+        """All elements in order, each block with the fragment that it lies in."""
         for index, intervals in enumerate(cut(self._layout, self._count)):
             for interval in intervals:
                 for block in blocks(*interval):
                     yield index, block
 
-    def parameters(self, fragment: int, interval: Interval, mean: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def parameters(self, fragment: int, interval: Interval) -> tuple[Tensor, dict[str, Tensor]]:
         """The next exact weights of a block, and the optimizer's state vectors."""
         n = interval[1] - interval[0]
         weights = self._previous.weights(interval, self._weights[:n])
@@ -253,25 +217,24 @@ class _Step:
                 self._previous.slot(slot, interval, vector)
             else:
                 vector.zero_()
-        if mean is not None:
+        if self._terms[fragment]:
             names = {scalar: self._name(scalar, fragment) for scalar in self._outer.scalars}
             before = {scalar: self._previous.head.scalars[name] for scalar, name in names.items()} if resumed else None
-            after = self._outer.step(weights, mean, state, before)
+            after = self._outer.step(weights, self._mean(fragment, interval), state, before)
             self.scalars |= {names[scalar]: value for scalar, value in after.items()}
         return weights, state
 
-    def buffers(self, interval: Interval, mean: Tensor | None) -> Tensor:
+    def buffers(self, fragment: int, interval: Interval) -> Tensor:
         """The next buffers of a block: the mean of those that arrived, else the ones before."""
-        return self._previous.weights(interval, self._weights[: interval[1] - interval[0]]) if mean is None else mean
+        if any(term.buffer_coefficient for term in self._terms[fragment]):
+            return self._mean(fragment, interval)
+        return self._previous.weights(interval, self._weights[: interval[1] - interval[0]])
 
-    def _mean(self, fragment: int, interval: Interval, room: _Room) -> Tensor | None:
-        terms, n = self._terms[fragment], interval[1] - interval[0]
-        if interval[0] >= self._layout.parameters and not any(term.buffer_coefficient for term in terms):
-            return None
-        if not terms:
-            return None
-        weighted_sum(self._operand, terms, self._layout, interval, out=room.sum[:n], product=room.product[:n])
-        return room.mean[:n].copy_(room.sum[:n])
+    def _mean(self, fragment: int, interval: Interval) -> Tensor:
+        n = interval[1] - interval[0]
+        terms = self._terms[fragment]
+        weighted_sum(self._operand, terms, self._layout, interval, out=self._sum[:n], product=self._product[:n])
+        return self._merged[:n].copy_(self._sum[:n])
 
     def _name(self, scalar: str, fragment: int) -> str:
         return scalar if self._count == 1 else f"{scalar}.{fragment}"

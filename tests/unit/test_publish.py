@@ -23,7 +23,7 @@ from fleetddp.common.journal import Journal
 from fleetddp.common.layout import Layout
 from fleetddp.common.merge import Operand, plan
 from fleetddp.common.payload import Geometry, tensor_over
-from fleetddp.common.publish import AHEAD, Publisher, save_init
+from fleetddp.common.publish import Publisher, save_init
 from fleetddp.common.update import Kind, Tier, Update, Version
 from fleetddp.common.version_file import VersionFile
 
@@ -367,7 +367,7 @@ def test_merging_again_after_a_crash_gives_the_same_file(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("_small_blocks")
-def test_memory_is_a_few_blocks_whatever_the_number_of_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_one_block_whatever_the_number_of_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(tmp_path, LAYOUT, vector(LAYOUT, 1))
     fleet.found()
     updates = [fleet.delta(f"m{i:02}", vector(LAYOUT, i + 2), 1) for i in range(40)]
@@ -380,7 +380,7 @@ def test_memory_is_a_few_blocks_whatever_the_number_of_updates(tmp_path: Path, m
     def watched(self: Operand, row: int, interval: tuple[int, int]) -> Tensor:
         nonlocal calls
         calls += 1
-        assert len(alive) < AHEAD  # each thread has let the block before go
+        assert len(alive) == 0  # the block before was let go
         assert interval[1] - interval[0] <= 512
         values = values_of(self, row, interval)
         alive.add(values)
@@ -390,7 +390,7 @@ def test_memory_is_a_few_blocks_whatever_the_number_of_updates(tmp_path: Path, m
     fleet.files.most_open = fleet.files.longest_read = 0
     fleet.publisher.merge(fleet.decision([u for u, _ in updates], 1))
     assert calls == 40 * 4  # three blocks of parameters, one of buffers
-    assert fleet.files.most_open <= 2 + AHEAD  # the version before, the draft, one payload a thread
+    assert fleet.files.most_open == 3  # the version before, the draft, one payload
     assert fleet.files.longest_read <= 4 * 512
     expected = fleet.start.double() - torch.stack([values.double() for _, values in updates]).mean(0)
     assert (fleet.exact(1).double() - expected[: LAYOUT.parameters]).abs().max() < 1e-6
