@@ -5,35 +5,18 @@ One torchrun job of two ranks does all rows (``helpers/attach_rows.py``).
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers import attach_rows
+from helpers.rank_rows import Seen, run_rows
 
 WORLD = 2
-Seen = list[dict[str, Any]]  # by rank
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
-    out = tmp_path_factory.mktemp("rows")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
-    done = subprocess.run(
-        [*command, attach_rows.__file__, str(out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    ranks = [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(WORLD)]
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+    return run_rows(attach_rows.__file__, tmp_path_factory.mktemp("rows"), world=WORLD, timeout_s=150)
 
 
 def test_every_row_is_tested(seen: dict[str, Seen]) -> None:
