@@ -7,7 +7,7 @@ A fifth of each class is held out from training and is what ``evaluate`` measure
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,13 +22,43 @@ HELD_OUT = 0.2  # of each class
 AT_SITES = 0.6  # of the training images of each class that sites see
 
 
-class Digits:
+class Handwriting:
+    """What tasks on these images share. Kinds set ``test``, what members hold (``_data``) and the learning rate."""
+
+    title: ClassVar[str]  # in messages
+    test: TensorDataset
+    _data: dict[str, TensorDataset]
+    _lr: float
+
+    def data(self, member: str, index: int, count: int) -> Dataset[Any]:
+        """What a member holds, or one part of it."""
+        if member not in self._data:
+            raise ConfigError(f"{self.title}: no member is called {member!r}; there are {', '.join(self._data)}")
+        return part(self._data[member], index, count)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Cross entropy."""
+        images, labels = batch
+        return nn.functional.cross_entropy(model(images), labels)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """SGD with momentum and a little weight decay."""
+        return torch.optim.SGD(parameters, lr=self._lr, momentum=0.9, weight_decay=1e-3)
+
+    def evaluate(self, model: nn.Module) -> Mapping[str, float]:
+        """``accuracy`` on the held-out images, and ``accuracy_0`` to ``accuracy_9`` by class."""
+        return accuracies(model, *self.test.tensors)
+
+
+class Digits(Handwriting):
     """The task. ``sites`` and ``edges`` name all members; who holds which image follows from them and ``seed`` alone.
 
     Sites share ``AT_SITES`` of the classes that are not in ``unseen``, evenly. The rest is spread over the edges, each class by
     proportions drawn from a symmetric Dirichlet distribution of concentration ``alpha`` (Hsu, Qi and Brown, 2019): the smaller it
     is, the less alike they are. Raises ``ConfigError`` without scikit-learn, or for a member that is not named.
     """
+
+    title = "digits"
 
     def __init__(
         self,
@@ -74,25 +104,6 @@ class Digits:
     def example(self) -> Tensor:
         """The first held-out images, f32[8, 64]: what ``fleetddp export`` traces the model with."""
         return self.test.tensors[0][:8]
-
-    def data(self, member: str, index: int, count: int) -> Dataset[Any]:
-        """What a member holds, or one part of it."""
-        if member not in self._data:
-            raise ConfigError(f"digits: no member is called {member!r}; there are {', '.join(self._data)}")
-        return part(self._data[member], index, count)
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Cross entropy."""
-        images, labels = batch
-        return nn.functional.cross_entropy(model(images), labels)
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD with momentum and a little weight decay."""
-        return torch.optim.SGD(parameters, lr=self._lr, momentum=0.9, weight_decay=1e-3)
-
-    def evaluate(self, model: nn.Module) -> Mapping[str, float]:
-        """``accuracy`` on the held-out images, and ``accuracy_0`` to ``accuracy_9`` by class."""
-        return accuracies(model, *self.test.tensors)
 
 
 @torch.no_grad()

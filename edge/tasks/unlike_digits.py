@@ -6,28 +6,29 @@ of it (a track of kind ``logits``) they teach each other the classes that only s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from fleetddp.common.errors import ConfigError
-from fleetddp.common.task import part
-from fleetddp.edge.tasks.digits import CLASSES, HELD_OUT, accuracies, read_images
+from fleetddp.edge.tasks.digits import CLASSES, HELD_OUT, Handwriting, read_images
 
 PROXY = 0.5  # of each class, of those images that are not held out
 SEES = {"site": (0, 1, 2, 3, 4, 5), "edge-1": (4, 5, 6, 7, 8, 9), "edge-2": (0, 1, 6, 7, 8, 9), "edge-3": (2, 3, 6, 7, 8, 9)}
 
 
-class UnlikeDigits:
+class UnlikeDigits(Handwriting):
     """The task. ``role``: whose model it is. ``sees``: the classes of each member; the images of a class are dealt out evenly to
     those who see it. Who holds which image follows from ``sees`` and ``seed`` alone.
 
     Raises ``ConfigError`` without scikit-learn, or for a member that is not named.
     """
+
+    title = "unlike digits"
 
     def __init__(
         self,
@@ -80,25 +81,6 @@ class UnlikeDigits:
                 nn.ReLU(),
                 nn.Linear(96, CLASSES),
             )
-
-    def data(self, member: str, index: int, count: int) -> Dataset[Any]:
-        """What a member holds, or one part of it."""
-        if member not in self._data:
-            raise ConfigError(f"unlike digits: no member is called {member!r}; there are {', '.join(self._data)}")
-        return part(self._data[member], index, count)
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Cross entropy."""
-        images, labels = batch
-        return nn.functional.cross_entropy(model(images), labels)
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD with momentum and a little weight decay."""
-        return torch.optim.SGD(parameters, lr=self._lr, momentum=0.9, weight_decay=1e-3)
-
-    def evaluate(self, model: nn.Module) -> Mapping[str, float]:
-        """``accuracy`` on the held-out images of all classes, and ``accuracy_0`` to ``accuracy_9``."""
-        return accuracies(model, *self.test.tensors)
 
 
 def _dataset(images: Tensor, labels: np.ndarray[Any, Any], rows: list[Any]) -> TensorDataset:
