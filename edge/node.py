@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,9 +35,11 @@ from fleetddp.common.transport.session import Session
 from fleetddp.common.transport.uplink import Patience
 from fleetddp.common.transport.weights import fetch
 from fleetddp.common.update import NO_VERSION, Kind, Receipt, State, Tier
-from fleetddp.edge.distilled import DistilledNode
 from fleetddp.edge.outbox import Nature, Outbox
 from fleetddp.edge.trainer import TRAINERS, Work
+
+if TYPE_CHECKING:
+    from fleetddp.edge.distilled import DistilledNode
 
 log = logging.getLogger(__name__)
 
@@ -301,8 +304,13 @@ def run_node(config: FleetConfig, *, name: str, track: str = "") -> None:
         patience=patience(config),
         after_s=config.members.lease_s,
     )
-    kind = DistilledNode if config.kind == "logits" else EdgeNode
-    serve(kind(config, load(config.task), parent, name=name))
+    task = load(config.task)
+    if config.kind == "logits":
+        from fleetddp.edge.distilled import DistilledNode  # an ordinary node needs none of it
+
+        serve(DistilledNode(config, task, parent, name=name))
+    else:
+        serve(EdgeNode(config, task, parent, name=name))
 
 
 def patience(config: FleetConfig) -> Patience:
