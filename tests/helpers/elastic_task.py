@@ -35,12 +35,11 @@ class Troubled:
         generator = torch.Generator().manual_seed(7)
         self.x = torch.randn(POINTS, 2, generator=generator)
         self.y = 2 * self.x[:, :1] - self.x[:, 1:]
-        self.world = 0
+        self.world = self.act = 0
         self.steps = 0
         self.made: torch.optim.Optimizer | None = None
 
-    @property
-    def act(self) -> int:
+    def _ended(self) -> int:
         return sum((self.folder / f"act-{number}").exists() for number in range(len(ENDS)))
 
     def model(self) -> nn.Module:
@@ -49,7 +48,7 @@ class Troubled:
         return line
 
     def data(self, member: str, index: int, count: int) -> Dataset[Any]:
-        self.world = count
+        self.world, self.act = count, self._ended()  # no process lives longer than an act; the other rank may end it first
         if count != WORLDS[self.act]:
             threading.Event().wait()  # until torchrun ends this process, since another node has come
         return part(TensorDataset(self.x, self.y), index, count)
