@@ -27,6 +27,7 @@ class Arriving:
     coverage: Coverage = field(default_factory=Coverage)  # of the slices offered
     stalled: bool = False
     update: Update | None = None  # complete; being made durable
+    gone: bool = False  # accepted or dropped
 
     def offer(self, part: Slice) -> None:
         """Another stream, or the same again. ``Refused``: ID_REUSED (other bytes), WRONG_INTERVALS (overlaps another stream)."""
@@ -92,6 +93,8 @@ class Arrivals:
         arriving = None if node is None else node.pop(update_id, None)
         if not node:
             self._by_node.pop(update_id.node, None)
+        if arriving is not None:
+            arriving.gone = True
         return arriving
 
     def older(self, node: str, incarnation: int) -> list[Arriving]:
@@ -102,19 +105,18 @@ class Arrivals:
     @property
     def next_due(self) -> float:
         """A time before which nothing can be found to have stalled."""
-        while self._due and self._is_past(self._due[0][2]):
+        while self._due:
+            due, _, arriving = self._due[0]
+            if arriving.update is None and not arriving.gone:  # else it cannot stall any more: it is whole, or gone
+                return due
             heapq.heappop(self._due)
-        return self._due[0][0] if self._due else math.inf
-
-    def _is_past(self, arriving: Arriving) -> bool:
-        """Whether it cannot stall any more: it is whole, or gone."""
-        return arriving.update is not None or self.get(arriving.header.update_id) is not arriving
+        return math.inf
 
     def stalled(self, now: float) -> Iterator[tuple[Arriving, bool]]:
         """Those without a byte for ``stall_s`` (False: no longer on its way) or three times that (True: to be dropped)."""
         while self._due and self._due[0][0] <= now:
             _, _, arriving = heapq.heappop(self._due)
-            if self._is_past(arriving):
+            if arriving.update is not None or arriving.gone:
                 continue
             stalls_at = arriving.progressed_at + self._stall_s
             drops_at = arriving.progressed_at + DROPPED_AFTER * self._stall_s

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,6 +39,7 @@ from fleetddp.edge.sim.observer import ROOT, Observer
 from fleetddp.edge.sim.violations import InvariantViolation, Violation
 
 SLACK_S = 1e-6  # of sums of times
+_TOLD = struct.Struct("<dqqq")  # the numbers of a receipt, for the fingerprint: there are too many of them to write them out
 
 
 class Invariants(Observer):
@@ -127,9 +129,8 @@ class Invariants(Observer):
         """See ``Observer``. It was true when it was sent: what has become of the update since may be more."""
         update_id, state = receipt.update_id, receipt.state
         sender, incarnation, sequence = update_id
-        self._digest.update(
-            f"{now} {sender}/{incarnation}/{sequence} {state._value_} {receipt.version} {receipt.reason}".encode()
-        )
+        self._digest.update(_TOLD.pack(now, incarnation, sequence, receipt.version))
+        self._digest.update(f"{sender} {state._value_} {receipt.reason}".encode())
         if sender != node:
             self.wrong("settled", now, f"{node} was told of {update_id}")
         if state is State.ACCEPTED and not (

@@ -1,4 +1,4 @@
-"""The event loop: a heap of things to do, ordered by virtual time.
+"""The event loop: things to do, ordered by virtual time.
 
 Nothing here waits. Running the loop jumps from one event to the next, so that a day of a fleet takes as long as its events take
 to handle. Events at one time run in the order in which they were scheduled; with seeded draws (``draws.py``) a run is therefore
@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any
+
+SLOT_S = 1.0  # a whole number of seconds, so that the edges of slots are exact
+
+Event = tuple[float, int, Callable[[Any], object], Any]  # time, sequence, callback, argument
 
 
 class EventLoop:
     """Runs ``callback(argument)`` at virtual times. It is a ``Clock`` (see ``common/clock.py``): hand it to whatever asks for
     one.
 
-    An event is a plain tuple and a callback takes exactly one argument: the loop handles millions of them.
+    An event is a plain tuple and a callback takes exactly one argument: the loop handles millions of them. Only those of the
+    slot of time that is under way are in a heap, which stays small enough for the processor's cache. The others lie in lists, one
+    a slot, until it begins.
     """
 
-    __slots__ = ("_heap", "_now", "_sequence", "_stopped", "handled")
+    __slots__ = ("_edge", "_heap", "_later", "_now", "_sequence", "_slots", "_stopped", "handled")
 
     def __init__(self, start: float = 0.0) -> None:
-        self._heap: list[tuple[float, int, Callable[[Any], object], Any]] = []
+        self._heap: list[Event] = []  # before _edge
+        self._edge = -math.inf
+        self._later: dict[float, list[Event]] = {}  # by slot
+        self._slots: list[float] = []  # a heap of the keys of _later
         self._now = start
         self._sequence = 0  # breaks ties, so that two callbacks are never compared
         self._stopped = False
@@ -37,8 +46,7 @@ class EventLoop:
         """Run ``callback(argument)`` at ``time``; ValueError if that is past, infinite or not a number."""
         if not self._now <= time < math.inf:
             raise ValueError(f"cannot schedule an event at {time} s: it is {self._now} s, and the time must be finite")
-        self._sequence += 1
-        heappush(self._heap, (time, self._sequence, callback, argument))
+        self._put(time, callback, argument)
 
     def after(self, delay: float, callback: Callable[[Any], object], argument: Any = None) -> None:
         """Run ``callback(argument)`` in ``delay`` seconds; ValueError if that is negative, infinite or not a number."""
@@ -46,8 +54,27 @@ class EventLoop:
         time = now + delay
         if not now <= time < math.inf:
             raise ValueError(f"cannot schedule an event at {time} s: it is {now} s, and the time must be finite")
-        self._sequence += 1
-        heappush(self._heap, (time, self._sequence, callback, argument))
+        self._put(time, callback, argument)
+
+    def _put(self, time: float, callback: Callable[[Any], object], argument: Any) -> None:
+        self._sequence = sequence = self._sequence + 1
+        if time < self._edge:
+            heappush(self._heap, (time, sequence, callback, argument))
+            return
+        slot = time // SLOT_S
+        events = self._later.get(slot)
+        if events is None:
+            self._later[slot] = [(time, sequence, callback, argument)]
+            heappush(self._slots, slot)
+        else:
+            events.append((time, sequence, callback, argument))
+
+    def _next_slot(self) -> None:
+        """The heap is empty, and something is scheduled: the next slot that holds anything begins."""
+        slot = heappop(self._slots)
+        self._heap.extend(self._later.pop(slot))
+        heapify(self._heap)
+        self._edge = (slot + 1.0) * SLOT_S
 
     def run(self, until: float = math.inf) -> float:
         """Handle every event up to and including time ``until``, or until ``stop``; returns the time then.
@@ -58,7 +85,11 @@ class EventLoop:
         heap, handled = self._heap, self.handled
         self._stopped = False
         try:
-            while heap and heap[0][0] <= until and not self._stopped:
+            while (heap or self._slots) and not self._stopped:
+                if not heap:
+                    self._next_slot()
+                if heap[0][0] > until:
+                    break
                 self._now, _, callback, argument = heappop(heap)
                 handled += 1
                 callback(argument)
@@ -74,11 +105,13 @@ class EventLoop:
 
     def next_time(self) -> float:
         """When the next event is due; infinity if nothing is scheduled."""
+        if not self._heap and self._slots:
+            self._next_slot()
         return self._heap[0][0] if self._heap else math.inf
 
     def __len__(self) -> int:
         """Events that are scheduled."""
-        return len(self._heap)
+        return len(self._heap) + sum(map(len, self._later.values()))
 
 
 class Timer:
