@@ -9,14 +9,17 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fleetddp.common.errors import ConfigError
+from fleetddp.common.clock import Clock, SystemClock
+from fleetddp.common.errors import ConfigError, Reason
 from fleetddp.common.events import Say
 from fleetddp.common.update import NO_VERSION, Version
 
 _log = logging.getLogger("fleetddp")
 _LOUD = frozenset({"refused", "lost", "failed", "expired"})  # words of ``Say`` that a person may have to act on
+REFUSALS_PER_MINUTE = 30  # lines of the log for each reason: one broken device, or many, must not fill a disk
 
 
 def log_to_terminal(level: int = logging.INFO) -> None:
@@ -27,11 +30,21 @@ def log_to_terminal(level: int = logging.INFO) -> None:
     _log.setLevel(level)
 
 
+@dataclass(slots=True)
+class _Minute:
+    """Since ``began``: refusals for one reason."""
+
+    began: float
+    refusals: int = 0
+
+
 class Telemetry:
     """Counts and logs what one aggregator says; ``track`` names it, where there are several."""
 
-    def __init__(self, track: str = "") -> None:
+    def __init__(self, track: str = "", clock: Clock | None = None) -> None:
         self.track = track
+        self._clock = clock or SystemClock()
+        self._lately: dict[Reason, _Minute] = {}
         self._events: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._bytes_in = 0
@@ -43,9 +56,20 @@ class Telemetry:
         self._events[what.what] += 1
         if what.reason is not None:
             self._refused[what.reason.value] += 1
+            if not self._may_log(what.reason):
+                return
         who = f"{what.node}: " if what.node else ""
         level = logging.WARNING if what.what in _LOUD else logging.INFO
         _log.log(level, "%s%s: %s%s", f"{self.track}: " if self.track else "", what.what, who, what.message)
+
+    def _may_log(self, reason: Reason) -> bool:
+        now, minute = self._clock.now(), self._lately.get(reason)
+        if minute is None or now - minute.began >= 60.0:
+            if minute is not None and minute.refusals > REFUSALS_PER_MINUTE:
+                self.note(f"{minute.refusals - REFUSALS_PER_MINUTE} more were refused for {reason.value} and not logged")
+            minute = self._lately[reason] = _Minute(now)
+        minute.refusals += 1
+        return minute.refusals <= REFUSALS_PER_MINUTE
 
     def note(self, message: str) -> None:
         """Log what mends itself and a person may want to know."""
