@@ -394,12 +394,12 @@ class Aggregator:
                     self._end(reached, out)
             elif event.metrics_version == NO_VERSION:
                 member.metrics = dict(event.metrics)
-        receipts = self._receipts_of(event.open, out)
+        standing = self._standing
         heard = events.Heard(
-            version=self.version,
+            version=standing.version,
             closes_at=self.closes_at,
-            receipts=receipts,
-            finished=self.finished,
+            receipts=self._receipts_of(event.open, out) if event.open else (),
+            finished=standing.finished,
             steps=self._work.steps(member.tier, member.speed, member.base_version, now),
         )
         out.append(Reply(value=heard))

@@ -46,17 +46,6 @@ class EventLoop:
         """Run ``callback(argument)`` at ``time``; ValueError if that is past, infinite or not a number."""
         if not self._now <= time < math.inf:
             raise ValueError(f"cannot schedule an event at {time} s: it is {self._now} s, and the time must be finite")
-        self._put(time, callback, argument)
-
-    def after(self, delay: float, callback: Callable[[Any], object], argument: Any = None) -> None:
-        """Run ``callback(argument)`` in ``delay`` seconds; ValueError if that is negative, infinite or not a number."""
-        now = self._now
-        time = now + delay
-        if not now <= time < math.inf:
-            raise ValueError(f"cannot schedule an event at {time} s: it is {now} s, and the time must be finite")
-        self._put(time, callback, argument)
-
-    def _put(self, time: float, callback: Callable[[Any], object], argument: Any) -> None:
         self._sequence = sequence = self._sequence + 1
         if time < self._edge:
             heappush(self._heap, (time, sequence, callback, argument))
@@ -68,6 +57,10 @@ class EventLoop:
             heappush(self._slots, slot)
         else:
             events.append((time, sequence, callback, argument))
+
+    def after(self, delay: float, callback: Callable[[Any], object], argument: Any = None) -> None:
+        """Run ``callback(argument)`` in ``delay`` seconds; ValueError if that is negative, infinite or not a number."""
+        self.at(self._now + delay, callback, argument)
 
     def _next_slot(self) -> None:
         """The heap is empty, and something is scheduled: the next slot that holds anything begins."""

@@ -18,6 +18,7 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from math import cos, exp, log, sin, sqrt
 
 from fleetddp.common.errors import ConfigError
 
@@ -145,6 +146,6 @@ class Path:
             self._spare = math.nan
         else:
             angle = self._random() * TWO_PI
-            radius = math.sqrt(-2.0 * math.log(1.0 - self._random()))
-            normal, self._spare = math.cos(angle) * radius, math.sin(angle) * radius
-        return math.exp(normal * self._jitter)
+            radius = sqrt(-2.0 * log(1.0 - self._random()))
+            normal, self._spare = cos(angle) * radius, sin(angle) * radius
+        return exp(normal * self._jitter)
