@@ -32,7 +32,7 @@ wheel: $(STAMP)  ## Build a wheel and run it in a clean virtual environment, out
 	PYTHON=$(PYTHON) deploy/wheel-check.sh
 
 bench: $(STAMP)  ## The benchmarks of a real fleet (tests/bench); the last line of each is its figures as JSON
-	set -e; for name in startup step_overhead ingest recovery root_traffic site_hierarchy cascade distill closed_loop; do echo "== $$name"; $(BIN)/python tests/bench/$$name.py; done
+	set -e; for name in startup step_overhead ingest recovery root_traffic site_hierarchy diloco cascade distill closed_loop; do echo "== $$name"; $(BIN)/python tests/bench/$$name.py; done
 
 bench-sim: $(STAMP)  ## The benchmarks of the simulator; peers run where tests/bench/peers/setup.sh installed them
 	set -e; for name in sim_timing sim_training policies; do echo "== $$name"; $(BIN)/python tests/bench/$$name.py; done

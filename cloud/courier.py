@@ -75,11 +75,14 @@ class Landed:
 
 
 class Courier:
-    """Carries parcels and runs errands in the order given. The ``take_...`` methods are for the training thread."""
+    """Carries parcels and runs errands in the order given; ``bell`` rings after each.
 
-    def __init__(self, parent: Parent, rendezvous: Rendezvous) -> None:
+    The ``take_...`` methods are for the training thread.
+    """
+
+    def __init__(self, parent: Parent, rendezvous: Rendezvous, bell: threading.Event | None = None) -> None:
         self._parent = parent
-        self._rendezvous = rendezvous
+        self._rendezvous, self._bell = rendezvous, bell or threading.Event()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._receipt: Receipt | None = None
@@ -135,6 +138,7 @@ class Courier:
                 else:
                     _log.exception("a transfer failed")
                     self._rendezvous.fail("", f"{type(error).__name__}: {error}")
+            self._bell.set()
 
     def _push(self, parcel: Parcel) -> None:
         payload = parcel.payload()

@@ -6,6 +6,7 @@ Nothing here blocks for long: each look at the news and the tallies is followed 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -30,8 +31,9 @@ _log = logging.getLogger(__name__)
 class Lead:
     """The orders of one site of ``ranks``. ``pushers`` of them have a slice of all to push, ``carriers`` can reach the parent.
 
-    ``carry``: the site trains on while an update travels, and keeps what it learns meanwhile when it adopts a version. ``turns``:
-    where an update is one fragment, how many ranks have a slice of each.
+    ``bell`` rings when the session or this rank's courier has something new, and cuts a pause short. ``carry``: the site trains
+    on while an update travels, and keeps what it learns meanwhile when it adopts a version. ``turns``: where an update is one
+    fragment, how many ranks have a slice of each.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class Lead:
         ranks: int,
         pushers: int,
         carriers: int,
+        bell: threading.Event | None = None,
         carry: bool = False,
         turns: Sequence[int] = (),
     ) -> None:
         self.session = session
         self._parent, self._rendezvous, self._courier = parent, rendezvous, courier
         self._ranks, self._pushers, self._carriers, self._carry = ranks, pushers, carriers, carry
+        self._bell = bell or threading.Event()
         self._turns = tuple(turns) or (pushers,)
         self._turn: int | None = None  # the fragment that is next
         self._answers_due = pushers  # to the last update
@@ -135,7 +139,7 @@ class Lead:
         """Orders until a version was adopted, the time is up, or the run is over."""
         remind_at, roll_at = REMIND_S, 0.0
         signs: dict[int, tuple[int, float]] = {}
-        for waited_s in polls():
+        for waited_s in polls(bell=self._bell):
             self._raise_failure()
             if waited_s >= roll_at:
                 self._call_the_roll(signs, waited_s)

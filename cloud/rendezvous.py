@@ -7,6 +7,7 @@ rank 0 polls. A wait on a store blocks every other call of the same client: each
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -130,14 +131,20 @@ class Rendezvous:
         return str(reason), str(message)
 
 
-def polls(longest_s: float = 0.05) -> Iterator[float]:
+def polls(longest_s: float = 0.05, bell: threading.Event | None = None) -> Iterator[float]:
     """Yield the seconds waited so far, first at once, then after pauses: 2 ms at first, later 3 % of the time waited.
 
-    What is waited for is thus seen little later than it is there. No pause is longer than ``longest_s``.
+    What is waited for is thus seen little later than it is there. No pause is longer than ``longest_s``; one that rings
+    the ``bell`` cuts it short.
     """
     begun = time.monotonic()
     waited_s = 0.0
     while True:
         yield waited_s
-        time.sleep(min(max(0.002, 0.03 * waited_s), longest_s))
+        pause_s = min(max(0.002, 0.03 * waited_s), longest_s)
+        if bell is None:
+            time.sleep(pause_s)
+        else:
+            bell.wait(pause_s)
+            bell.clear()
         waited_s = time.monotonic() - begun

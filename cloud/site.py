@@ -44,6 +44,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -214,9 +215,10 @@ class Site:
         rank = self._group.rank()
         if rank in roster.carriers:
             parent = self._member.connect(roster.node)
-            self._courier = Courier(parent, self._rendezvous.clone())
+            bell = threading.Event()
+            self._courier = Courier(parent, self._rendezvous.clone(), bell)
             if rank == 0:
-                self._lead = self._appoint(parent, self._courier, carriers=len(roster.carriers))
+                self._lead = self._appoint(parent, self._courier, bell, carriers=len(roster.carriers))
         base, run = (NO_VERSION, "") if self._restored is None else (self._restored[0]["version"], self._restored[0]["run"])
         self._take_up()
         lead = self._lead
@@ -225,7 +227,7 @@ class Site:
         if self.version == NO_VERSION:  # the checkpoint's is still the newest
             self.version = base
 
-    def _appoint(self, parent: Parent, courier: Courier, *, carriers: int) -> Lead:
+    def _appoint(self, parent: Parent, courier: Courier, bell: threading.Event, *, carriers: int) -> Lead:
         """Rank 0 begins to join, and leads."""
         join = Join(
             node=self._node,
@@ -234,7 +236,7 @@ class Site:
             run=self._member.run,
             layout=self.layout.fingerprint,
         )
-        self._session = Session(parent, join)
+        self._session = Session(parent, join, bell=bell)
         self._session.start()
         ranks, pushers = self._group.size(), sum(map(bool, self._exchange.shares))
         return Lead(
@@ -245,6 +247,7 @@ class Site:
             ranks=ranks,
             pushers=pushers,
             carriers=carriers,
+            bell=bell,
             carry=self._config.overlap == "steps" or self._config.fragments > 1,
             turns=[len(self._exchange.pushers(fragment)) for fragment in range(self._config.fragments)],
         )
@@ -317,6 +320,7 @@ class Site:
                 self._adopt(order)
             case "go":
                 self._run = order.run
+                self._exchange.train_on()
                 if order.finished:
                     self._finish(order.finished)
             case "fail":

@@ -28,8 +28,9 @@ class Session:
 
     ``open_updates`` names the updates whose fate is not known yet; every join and heartbeat asks about them. ``on_receipt`` gets
     the answers, and those that come as news, one at a time, from the session's threads; it may get the same one twice.
-    ``on_word`` gets every answer and news as a whole, after its receipts. What any of them raises ends the session. The parent
-    stays the caller's: close it after ``stop``, which also ends the news stream.
+    ``on_word`` gets every answer and news as a whole, after its receipts. What any of them raises ends the session. ``bell``
+    rings whenever there may be something new to ask the session. The parent stays the caller's: close it after ``stop``, which
+    also ends the news stream.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Session:
         open_updates: Callable[[], Sequence[UpdateId]] = tuple,
         on_receipt: Callable[[Receipt], None] = lambda receipt: None,
         on_word: Callable[[Joined | Heard | News], None] = lambda word: None,
+        bell: threading.Event | None = None,
         rng: random.Random | None = None,
         retry_cap_s: float = 1.0,
     ) -> None:
@@ -48,6 +50,7 @@ class Session:
         self._parent, self._join = parent, join
         self._open_updates, self._on_receipt, self._on_word = open_updates, on_receipt, on_word
         self._rng, self._retry_cap_s = rng or random.Random(), retry_cap_s
+        self._bell = bell or threading.Event()
         self._changed = threading.Condition()  # guards all below
         self._first: Joined | None = None
         self._member = False  # as far as we know
@@ -188,7 +191,7 @@ class Session:
             self._version = joined.version  # even an older one: a parent restored from a backup
             self._heartbeat_s, self._steps = joined.heartbeat_s, joined.steps
             self._finished = self._finished or joined.finished
-            self._changed.notify_all()
+            self._tell_all()
         return self._heartbeat_s
 
     def _beat(self) -> float:
@@ -230,7 +233,7 @@ class Session:
                 self._member = False
             if error.reason is Reason.FINISHED:
                 self._finished = self._finished or error.message
-                self._changed.notify_all()
+                self._tell_all()
         if error.retry or error.reason is Reason.FINISHED:
             return True
         return not entering and error.reason not in MEMBER_REASONS
@@ -270,7 +273,7 @@ class Session:
                 _log.error("%s: the session has ended: %s", self._join.node, error, exc_info=not isinstance(error, FleetError))
             with self._changed:
                 self._failure = self._failure or error
-                self._changed.notify_all()
+                self._tell_all()
 
     def _learn(self, word: Heard | News) -> None:
         self._deliver(word.receipts)  # first: who is woken by a new version knows by then what is in it
@@ -280,7 +283,7 @@ class Session:
             self._version = max(self._version, word.version)
             self._finished = self._finished or word.finished
             self._closes_at = word.closes_at or self._closes_at
-            self._changed.notify_all()
+            self._tell_all()
 
     def _deliver(self, receipts: Sequence[Receipt]) -> None:
         with self._delivery:
@@ -292,6 +295,11 @@ class Session:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    def _tell_all(self) -> None:
+        """Wake whoever waits; holds ``_changed``."""
+        self._changed.notify_all()
+        self._bell.set()
 
     def _hurry(self) -> None:
         """Ask for a heartbeat now; holds ``_changed``."""

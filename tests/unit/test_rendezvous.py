@@ -108,3 +108,20 @@ def test_a_site_without_a_name(monkeypatch: pytest.MonkeyPatch, job: str, host: 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
     monkeypatch.setattr(socket, "gethostname", lambda: cast(Any, host))
     assert own_name() == name
+
+
+def test_a_bell_cuts_a_pause_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    bell, pauses = threading.Event(), []
+
+    def wait(pause: float) -> bool:
+        pauses.append(pause)
+        return True  # it rang
+
+    monkeypatch.setattr(bell, "wait", wait)
+    monkeypatch.setattr(time, "sleep", lambda pause: pytest.fail("it slept through"))
+    looks = polls(bell=bell)
+    next(looks)
+    bell.set()
+    next(looks)
+    assert not bell.is_set()  # what rings after the next look is heard
+    assert pauses == [pytest.approx(0.002)]

@@ -154,6 +154,20 @@ def test_join_is_tried_until_it_works(parent: ScriptedParent, begin: Callable[..
     assert [parent.asked("join").node for _ in range(3)] == ["edge-1"] * 3
 
 
+def test_the_bell_rings_when_a_version_is_known_and_at_a_failure(parent: ScriptedParent, begin: Callable[..., Session]) -> None:
+    bell = threading.Event()
+    parent.answer("join", joined(5))
+    session = begin(bell=bell)
+    assert bell.wait(WAIT_S)
+    assert session.version == 5
+    bell.clear()
+    parent.answer("heartbeat", Refused(Reason.SUPERSEDED, "no"))
+    session.hurry()
+    while session.failure is None:
+        assert bell.wait(WAIT_S)
+        bell.clear()
+
+
 def test_joined_times_out() -> None:
     parent = ScriptedParent()
     session = Session(parent, JOIN)
