@@ -36,7 +36,7 @@ from fleetddp.cloud.roster import own_name
 from fleetddp.common.config import FleetConfig, SecurityConfig
 from fleetddp.common.errors import ConfigError, FleetError, Refused
 from fleetddp.common.events import Join
-from fleetddp.common.knowledge import Knowledge, outputs_of, proxy_of
+from fleetddp.common.knowledge import Knowledge, Opened, outputs_of, proxy_of
 from fleetddp.common.layout import unwrap
 from fleetddp.common.proxy import ProxySet
 from fleetddp.common.transport import Parent
@@ -87,7 +87,8 @@ class Distillation:
         if parent is not None:
             layout = self.knowledge.layout.fingerprint
             join = Join(node=self._node, tier=member.tier, incarnation=self._incarnation, run=config.run, layout=layout)
-            self._envoy = Envoy(parent, join, Knowledge(found, config, member.tier))
+            store = folder / f"{self._node}.items.db"
+            self._envoy = Envoy(parent, join, Knowledge(found, config, member.tier, store=store))
             self._envoy.start()
             weakref.finalize(self, self._envoy.stop)
         if isinstance(model, Participant):
@@ -138,9 +139,11 @@ class Distillation:
             raise failure
         if brought is None:
             return False
-        version, rows = brought
+        version, rows, is_new = brought
         held = self.knowledge.rows  # a restart may have taken up more than rank 0 has brought since
         self.knowledge.adopt(version, torch.where(rows[:, -1:] > 0, rows, held))
+        if not is_new:
+            return False
         if optimizer is not None and self._config.distill.ensemble_steps:
             self.ensemble(optimizer, self._config.distill.ensemble_steps)
         self._label()
@@ -197,7 +200,7 @@ class Distillation:
         assert told is not None
         return told
 
-    def _tell(self) -> tuple[tuple[int, Tensor] | None, Exception | None]:
+    def _tell(self) -> tuple[tuple[int, Tensor, bool] | None, Exception | None]:
         """What rank 0 has brought, on all ranks."""
         brought, failure = None, None
         if self._envoy is not None:
@@ -205,16 +208,40 @@ class Distillation:
                 brought = self._envoy.take()
             except Exception as error:
                 failure = error
-        version = torch.tensor([NO_VERSION if brought is None else brought[0], failure is not None], device=self._device)
+        number, is_new = (NO_VERSION, False) if brought is None else (brought.version, brought.is_new)
+        version = torch.tensor([number, failure is not None, is_new], device=self._device)
         source = dist.get_global_rank(self._group, 0)
         dist.broadcast(version, source, group=self._group)
         if bool(version[1]):
             return None, failure or ConfigError("rank 0 of the site can no longer exchange soft labels; its log says why")
         if int(version[0]) == NO_VERSION:
             return None, None
-        rows = (self.knowledge.rows if brought is None else brought[1]).to(self._device, copy=True)
+        rows = (self.knowledge.rows if brought is None else brought.rows).to(self._device, copy=True)
         dist.broadcast(rows, source, group=self._group)
-        return (int(version[0]), rows.cpu()), None
+        if self._config.proxy is not None and self._config.proxy.open is not None:
+            self._share_out(None if brought is None else brought.opened)
+        return (int(version[0]), rows.cpu(), bool(version[2])), None
+
+    def _share_out(self, opened: Opened | None) -> None:
+        """The open items that rank 0 has, to all ranks: those that are new to them as one tensor."""
+        mine = self.knowledge.opened
+        had = {(item.slot, item.digest) for item in mine.items if item.slot in mine.held}
+        note = None
+        if opened is not None:
+            held = [item for item in opened.items if item.slot in opened.held]
+            note = opened.items, [item.slot for item in held if (item.slot, item.digest) not in had], sorted(opened.held)
+        told = tell_all(note, self._group, self._device)[0]
+        assert told is not None
+        items, new, slots = told
+        found = {slot: mine.held[slot] for slot in slots if slot not in new}
+        if new:
+            shape = self.knowledge.proxy.items.shape[1:]
+            stack = torch.empty((len(new), *shape), device=self._device)
+            if opened is not None:
+                stack = torch.stack([opened.held[slot] for slot in new]).to(self._device)
+            dist.broadcast(stack, dist.get_global_rank(self._group, 0), group=self._group)
+            found |= dict(zip(new, stack, strict=True))
+        self.knowledge.open(Opened(items, found))
 
     @torch.no_grad()
     def _label(self) -> None:

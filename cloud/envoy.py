@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from typing import NamedTuple
 
 from torch import Tensor
 
 from fleetddp.common.errors import FleetError, Reason, Refused, Unreachable
 from fleetddp.common.events import Join
-from fleetddp.common.knowledge import Knowledge, Saying
+from fleetddp.common.knowledge import Knowledge, Opened, Saying
 from fleetddp.common.transport import MEMBER_REASONS, Parent
 from fleetddp.common.transport.backoff import Backoff
 from fleetddp.common.transport.session import Session
@@ -19,6 +20,15 @@ from fleetddp.common.update import NO_VERSION, Receipt, State
 _log = logging.getLogger(__name__)
 
 LOOK_S = 0.5  # how long at most until it looks around again while nothing comes
+
+
+class Brought(NamedTuple):
+    """A version, what is held of it, and of the open items."""
+
+    version: int
+    rows: Tensor  # f32[n, C + 1]
+    opened: Opened
+    is_new: bool  # else it is only that some open items are too old now
 
 
 class Envoy:
@@ -30,7 +40,7 @@ class Envoy:
     def __init__(self, parent: Parent, join: Join, knowledge: Knowledge) -> None:
         self._parent, self._knowledge, self._node = parent, knowledge, join.node
         self._lock = threading.Lock()
-        self._brought: tuple[int, Tensor] | None = None
+        self._brought: Brought | None = None
         self._saying: Saying | None = None
         self._stopped = threading.Event()
         self.failure: Exception | None = None
@@ -49,9 +59,11 @@ class Envoy:
         self._parent.close()
         if self._thread.ident is not None:
             self._thread.join(timeout=2.0)
+        if not self._thread.is_alive():
+            self._knowledge.close()
 
-    def take(self) -> tuple[int, Tensor] | None:
-        """A version that was brought since the last call, and its rows; raises what ended the envoy."""
+    def take(self) -> Brought | None:
+        """A version that was brought since the last call, or whose open items are fewer now; raises what ended the envoy."""
         if self.failure is not None:
             raise self.failure
         with self._lock:
@@ -89,8 +101,9 @@ class Envoy:
         if self.session.joined(timeout_s=LOOK_S) is not None and newest not in (NO_VERSION, self._knowledge.version):
             self._knowledge.take(self._parent, newest)
             self.session.base_version = newest
-            with self._lock:
-                self._brought = (newest, self._knowledge.rows)
+            self._bring(is_new=True)
+        elif self._knowledge.expire() and self._knowledge.version != NO_VERSION:
+            self._bring(is_new=False)
         with self._lock:
             saying, self._saying = self._saying, None
         if saying is None:
@@ -103,6 +116,12 @@ class Envoy:
                 with self._lock:
                     self._saying = self._saying or saying
             raise
+
+    def _bring(self, *, is_new: bool) -> None:
+        knowledge = self._knowledge
+        with self._lock:
+            is_new = is_new or (self._brought is not None and self._brought.is_new)
+            self._brought = Brought(knowledge.version, knowledge.rows, knowledge.opened, is_new)
 
     def _hear(self, receipt: Receipt) -> None:
         if receipt.state in (State.REFUSED, State.EXPIRED):

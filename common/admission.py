@@ -6,6 +6,7 @@ for each stream. ``COMPLETE`` is checked when all streams have arrived. The firs
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from fleetddp.common.codecs.prob import SoftLabels
 from fleetddp.common.codecs.prob64 import Prob64
 from fleetddp.common.config import MAX_NORM, MIN_SAMPLES, FleetConfig
 from fleetddp.common.errors import ConfigError, Reason, Refused
-from fleetddp.common.events import Joined
+from fleetddp.common.events import Joined, Share
 from fleetddp.common.fragments import Changes, cut
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry
@@ -84,6 +85,23 @@ def check_layout(fingerprint: str, standing: Standing) -> None:
     """Once there is a layout, it is everyone's. Raises ``Refused``."""
     if standing.layout is not None and fingerprint != standing.layout.fingerprint:
         raise Refused(Reason.WRONG_LAYOUT, f"layout {fingerprint[:12]}; this run's is {standing.layout.fingerprint[:12]}")
+
+
+def check_share(event: Share, tier: Tier, standing: Standing) -> None:
+    """Whether this member may share these samples, or take them back. Raises ``Refused``."""
+    proxy = standing.config.proxy
+    if proxy is None or proxy.open is None:
+        raise Refused(Reason.NO_OPEN_ITEMS, "this track takes no samples of devices")
+    if event.of != event.node and tier is not Tier.REGION:
+        raise Refused(Reason.WRONG_IDENTITY, f"{event.node} speaks for {event.of}; only a region speaks for others")
+    if event.takes_back:  # whoever it was that may: what was shared may always be taken back
+        return
+    if standing.finished:
+        raise Refused(Reason.FINISHED, f"the run has ended: {standing.finished}")
+    if not any(fnmatch.fnmatchcase(event.of, pattern) for pattern in proxy.open.allow):
+        raise Refused(Reason.NOT_PERMITTED, f"{event.of!r} matches no pattern of proxy.open.allow")
+    if not event.digests:
+        raise Refused(Reason.MALFORMED, "an offer of no sample")
 
 
 # ---- the header -------------------------------------------------------------------------------------------------------------

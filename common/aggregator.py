@@ -76,6 +76,7 @@ class Aggregator:
             events.Heartbeat: self._heartbeat,
             events.Leave: self._leave,
             events.Offer: self._intake.offer,
+            events.Share: self._share,
             events.Progressed: self._intake.progressed,
             events.SliceStaged: self._intake.slice_staged,
             events.SliceRejected: self._intake.slice_rejected,
@@ -412,6 +413,17 @@ class Aggregator:
         if self._members.leave(event.node, event.incarnation):
             out.append(Say(what="left", message="left", node=event.node))
         out.append(Reply(value=events.Left()))
+
+    def _share(self, event: events.Share, now: float, out: list[Effect]) -> None:
+        try:
+            admission.check_run(event.run, self._standing)
+            member = self._members.process(event.node, event.incarnation)
+            self._members.see(member, now)
+            admission.check_share(event, member.tier, self._standing)
+        except Refused as refusal:
+            self._intake.reply_no(event.node, refusal, out)
+            return
+        out.append(Reply(value=events.Proceed()))
 
     # ---- what people see --------------------------------------------------------------------------------------------------
 

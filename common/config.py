@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from fleetddp.common.distill_config import DistillConfig
+from fleetddp.common.distill_config import DistillConfig, OpenItemsConfig, ProxyConfig
 from fleetddp.common.errors import ConfigError
 from fleetddp.common.inference_config import CascadeConfig, ServeConfig
 from fleetddp.common.member_config import EdgeConfig, RegionConfig, SiteConfig
@@ -62,6 +62,7 @@ __all__ = [
     "MembersConfig",
     "MergeConfig",
     "NodeName",
+    "OpenItemsConfig",
     "OuterConfig",
     "Polynomial",
     "Preset",
@@ -163,27 +164,6 @@ class TaskConfig(Section):
 
 
 ONLY_TRACK = "main"  # the name of a fleet's only track, where the fleet file names none
-
-
-class ProxyConfig(Section):
-    """The proxy set of a track of soft labels: unlabelled items that every member has, and gives its opinion of.
-
-    Either ``file``, from which the coordinator learns what it holds (and which it hands out to members), or ``items`` and
-    ``digest``: members bring a set of that content themselves.
-    """
-
-    name: NodeName
-    classes: Annotated[int, Field(ge=2, le=65_535)]
-    file: Path | None = None  # safetensors with one tensor, ``items``
-    items: PositiveInt | None = None
-    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # of the items (``ProxySet.digest``)
-    by_tier: bool = False  # what sites say and what edges say are kept apart
-
-    @model_validator(mode="after")
-    def _known_content(self) -> ProxyConfig:
-        if (self.items is None) != (self.digest is None) or (self.file is None) == (self.items is None):
-            raise ValueError("give either file, or items and digest together")
-        return self
 
 
 TrackKind = Literal["weights", "logits"]  # what a track exchanges: a model's weights, or soft labels on a proxy set

@@ -46,9 +46,11 @@ from fleetddp.common.events import (
     Tick,
     Wake,
 )
+from fleetddp.common.item_pool import ItemPool
 from fleetddp.common.journal import Journal
 from fleetddp.common.layout import Layout
 from fleetddp.common.news import Watcher
+from fleetddp.common.open_items import ItemStore
 from fleetddp.common.overview import MAX_STATUS_MEMBERS
 from fleetddp.common.publish import Publisher
 from fleetddp.common.shelf import Shelf
@@ -62,6 +64,7 @@ Answer = Union[Joined, Heard, Left, Proceed, Receipt, Refused]
 
 PROGRESS_EVERY_S = 1.0  # the aggregator hears of an update's arriving bytes at most so often
 RETRY_MAX_S = 30.0  # between attempts at a merge that failed
+MAX_TIMER_S = 86_400.0  # after so long the clock is looked at again
 STATUS_ROOM = 16_384  # bytes of a message for what wraps a status: a word on each track
 MAX_STATUS_VERSIONS = 100
 
@@ -102,8 +105,10 @@ class Driver:
         host: Host,
         telemetry: Telemetry,
         shelf: Shelf | None = None,
+        items: ItemStore | None = None,
     ) -> None:
         self.shelf = shelf  # the proxy set that is handed out
+        self.items = items  # the open items of that set, where it has room for any
         self.staging = staging
         self.journal = journal
         self.telemetry = telemetry
@@ -121,6 +126,7 @@ class Driver:
         self._progress: dict[UpdateId, float] = {}  # of those arriving: when the aggregator is to hear of bytes again
         self._progress_every_s = min(PROGRESS_EVERY_S, aggregator.config.members.stall_s / 4)
         self._versions: deque[tuple[Version, str]] = deque(maxlen=MAX_STATUS_VERSIONS)
+        self._cancel_erasing: Callable[[], None] = lambda: None
 
     # ---- what transports ask ----------------------------------------------------------------------------------------------
 
@@ -155,12 +161,14 @@ class Driver:
             self._versions.append((version, ""))
             self.telemetry.published(version)
         self._carry_out_all(self._aggregator.start(self._clock.now()))
+        self.keep_items()
         self._drain()
 
     def stop(self) -> None:
         """Do nothing more: no tick, no retry. Work in hand at the host may finish; its result is dropped (the journal has it)."""
         self._stopped = True
         self._cancel_wake()
+        self._cancel_erasing()
 
     def handle(self, event: Event) -> Answer | None:
         """Feed one event; returns the aggregator's answer, None for an event that gets none.
@@ -228,6 +236,25 @@ class Driver:
             self._progress[update_id] = now + self._progress_every_s
             self.handle(Progressed(update_id=update_id))
 
+    def keep_items(self) -> None:
+        """Erase the open items that are too old, now and whenever one gets so. To be called when there are new ones."""
+        items = self.items
+        if items is None or self._stopped:
+            return
+        self._cancel_erasing()
+
+        def done(due: float | Exception) -> None:
+            if isinstance(due, Exception):
+                self._failed(f"open items that are too old could not be erased; trying again in {RETRY_MAX_S:g} s", due)
+                wait = RETRY_MAX_S
+            else:
+                wait = max(0.0, due - self._clock.now())
+            if not self._stopped and wait < math.inf:
+                self._cancel_erasing()
+                self._cancel_erasing = self._host.later(min(wait, MAX_TIMER_S), self.keep_items)
+
+        self._host.submit(Lane.SWEEP, items.erase_expired, done)
+
     def status(self) -> dict[str, Any]:
         """What ``fleetddp status`` shows, with so many members as fit one message; the schema is in WIRE.md."""
         most = MAX_STATUS_MEMBERS
@@ -248,6 +275,8 @@ class Driver:
             for version, reason in self._versions
         ]
         status["counters"].update(self.telemetry.totals())
+        if self.items is not None:
+            status["open_items"] = self.items.counts()
         return status
 
     # ---- events -----------------------------------------------------------------------------------------------------------
@@ -337,8 +366,14 @@ class Driver:
             found = effect
             self._make("version 0", lambda: publisher.found(found.update, found.at), "first weights")
         else:
-            decision = effect.decision
-            self._make(f"version {decision.version}", lambda: publisher.merge(decision), decision.reason)
+            decision, items = effect.decision, self.items
+
+            def merge() -> Version:
+                if isinstance(items, ItemPool):
+                    items.fix(decision.version)  # whoever hears of the version will find the same items, whenever it asks
+                return publisher.merge(decision)
+
+            self._make(f"version {decision.version}", merge, decision.reason)
 
     def _make(self, what: str, work: Callable[[], Version], reason: str, attempt: int = 0) -> None:
         """Make a version; again and again if that fails, since a decision stands."""

@@ -79,6 +79,13 @@ class Reason(str, Enum):
     WRONG_CLASSES = "WRONG_CLASSES"
     WRONG_ITEMS = "WRONG_ITEMS"
     NO_PROXY = "NO_PROXY"
+    NO_OPEN_ITEMS = "NO_OPEN_ITEMS"
+    NOT_PERMITTED = "NOT_PERMITTED"
+    WRONG_SHAPE = "WRONG_SHAPE"
+    WRONG_DIGEST = "WRONG_DIGEST"
+    ITEMS_FULL = "ITEMS_FULL"
+    ITEM_GONE = "ITEM_GONE"
+    NO_PARENT = "NO_PARENT"
     OVERLOADED = "OVERLOADED"
 
 
@@ -103,7 +110,7 @@ REASONS: dict[Reason, Rule] = {
     Reason.TRUNCATED: Rule("DATA_LOSS", True, "the sender pushes again from what the server holds"),
     Reason.OUT_OF_ORDER: Rule("INVALID_ARGUMENT", True, "the sender pushes again from what the server holds"),
     Reason.BAD_CHECKSUM: Rule("DATA_LOSS", True, "the sender pushes again; if it recurs, suspect its memory or network"),
-    Reason.NOT_FINITE: Rule("INVALID_ARGUMENT", False, "the member: its training diverged; it drops the update"),
+    Reason.NOT_FINITE: Rule("INVALID_ARGUMENT", False, "the member drops it: its training diverged, or a sample is none"),
     Reason.NORM_BOUND: Rule("INVALID_ARGUMENT", False, "the member lowers its learning rate, or the operator the bound"),
     Reason.BAD_WEIGHT: Rule("INVALID_ARGUMENT", False, "the member: samples must be positive, finite and within the limit"),
     Reason.BAD_PROBABILITIES: Rule("INVALID_ARGUMENT", False, "the sender's developer: soft labels are >= 0 and sum to 1"),
@@ -124,6 +131,13 @@ REASONS: dict[Reason, Rule] = {
     Reason.WRONG_CLASSES: Rule("INVALID_ARGUMENT", False, "the operator gives the member the task that the proxy set is of"),
     Reason.WRONG_ITEMS: Rule("INVALID_ARGUMENT", False, "the sender's developer: these are no rows of its tier in the proxy set"),
     Reason.NO_PROXY: Rule("NOT_FOUND", False, "the member brings the proxy set itself: the coordinator has no file of it"),
+    Reason.NO_OPEN_ITEMS: Rule("FAILED_PRECONDITION", False, "the operator gives the proxy set room for samples (proxy.open)"),
+    Reason.NOT_PERMITTED: Rule("PERMISSION_DENIED", False, "the operator names this node in proxy.open.allow"),
+    Reason.WRONG_SHAPE: Rule("INVALID_ARGUMENT", False, "the device shares samples of the shape that the proxy set has"),
+    Reason.WRONG_DIGEST: Rule("INVALID_ARGUMENT", False, "the sender's developer: a sample is not the one that was announced"),
+    Reason.ITEMS_FULL: Rule("RESOURCE_EXHAUSTED", False, "the device keeps what it has; a new run may have more room"),
+    Reason.ITEM_GONE: Rule("NOT_FOUND", False, "the member asks again which items there are"),
+    Reason.NO_PARENT: Rule("UNAVAILABLE", True, "wait: the region cannot reach its parent, which must be asked about this"),
     Reason.OVERLOADED: Rule("RESOURCE_EXHAUSTED", True, "the caller answers by itself, or asks again later"),
 }
 

@@ -2,8 +2,8 @@
 
 The aggregator reads no clock, opens no file and no socket. A driver hands it events with the time they happened at, sends its
 ``Reply`` to whoever asked, and carries out the other effects; ``Persist``, ``Found`` and ``Merge`` touch the disk and come back
-as ``Persisted`` and ``Published``. Join, Heartbeat, Leave and Offer get exactly one ``Reply``; the rest get none. Those of a
-regional aggregator, which has a parent, are under a heading of their own.
+as ``Persisted`` and ``Published``. Join, Heartbeat, Leave, Offer and Share get exactly one ``Reply``; the rest get none. Those of
+a regional aggregator, which has a parent, are under a heading of their own.
 """
 
 from __future__ import annotations
@@ -64,6 +64,19 @@ class Offer:
     header: UpdateHeader
     slice: Slice
     run: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Hard samples are offered as open items of the proxy set, or taken back: may this member?"""
+
+    node: str
+    incarnation: int
+    of: str  # whose samples they are: through a region another than ``node``
+    run: str = ""
+    shape: tuple[int, ...] = ()  # of a sample
+    digests: tuple[str, ...] = ()  # of those offered; taken back are these, or all where none is named
+    takes_back: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +195,7 @@ class Concluded:
 
 
 Event = Union[
-    Join, Heartbeat, Leave, Offer, Progressed, SliceStaged, SliceRejected, Persisted, PersistFailed, Published, Tick,
+    Join, Heartbeat, Leave, Offer, Share, Progressed, SliceStaged, SliceRejected, Persisted, PersistFailed, Published, Tick,
     Enrolled, Told, Answered, PushFailed, Fetched, FetchFailed, Sealed, Concluded,
 ]  # fmt: skip
 
@@ -225,7 +238,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proceed:
-    """Answer to ``Offer``: send. (What of the slice is already staged, the staging area knows.)"""
+    """Answer to ``Offer``: send (what of the slice is already staged, the staging area knows); to ``Share``: it may."""
 
 
 # ---- effects --------------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class HardSamplesConfig(Section):
     """What becomes of samples that the device found hard (edge/reservoir.py). Nothing, unless somebody consents."""
 
     consent: bool = False  # that samples are kept; taking it back erases what was kept
+    share: bool = False  # that they leave the device, to all members of its track; taking it back erases them there, too
     retention_hours: PositiveFloat | None = None  # how long one is kept; has to be said where there is consent
     keep: PositiveInt = 1000  # at most so many
     state: Path = Path("hard-samples")  # they live in <state>/<node>
@@ -47,6 +48,8 @@ class HardSamplesConfig(Section):
     def _kept_for_a_time(self) -> HardSamplesConfig:
         if self.consent and self.retention_hours is None:
             raise ValueError("consent: true needs retention_hours: how long a sample may be kept")
+        if self.share and not self.consent:
+            raise ValueError("share: true needs consent: true: what is not kept cannot be shared")
         return self
 
 

@@ -114,6 +114,7 @@ class Journal:
         self._lock = threading.Lock()  # over the connection and _staged
         self._staged: dict[UpdateId, StagedFile] = {}
         self._retired: list[Path] = []  # what ``sweep`` is to remove
+        self._beside: list[sqlite3.Connection] = []
         with storage(f"cannot open the journal in {directory}"):
             for folder in (self._payloads, self._versions):
                 self._files.make_dir(folder)
@@ -148,13 +149,24 @@ class Journal:
         if run != self.run:
             raise ConfigError(f"{self.directory} is the journal of run {run!r}, not of {self.run!r}: give that its own folder")
 
+    def connect(self, name: str) -> sqlite3.Connection:
+        """Another database in the journal's folder; it is closed with the journal."""
+        with storage(f"cannot open {self.directory / name}"):
+            database = self._files.connect(self.directory / name)
+            for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL"):  # this makes the file
+                database.execute(f"PRAGMA {pragma}")
+            self._files.fsync_dir(self.directory)
+        self._beside.append(database)
+        return database
+
     def close(self) -> None:
         """Release the database and every staged file (what is staged is lost, as it would be in a crash)."""
         with self._lock:
             for staged in self._staged.values():
                 staged.close()
             self._staged.clear()
-            self._db.close()
+            for database in (*self._beside, self._db):
+                database.close()
 
     # ---- resume ---------------------------------------------------------------------------------------------------------------
 

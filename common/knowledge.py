@@ -2,12 +2,14 @@
 
 A version of the track holds a row for each item (``labels.py``). A member brings the rows that others have renewed, learns from
 their consensus (``loss``), and labels the items whose turn it is (``due``, ``say``): soft labels, weighed by how sure it is.
+Where the set has room for hard samples (``proxy.open``), row n + s of a set of n items is of the sample in slot s; a member
+brings those with the rows, and learns from and labels what it has of them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fleetddp.common import codecs, labels
+from fleetddp.common.clock import Clock, SystemClock
 from fleetddp.common.config import FleetConfig
 from fleetddp.common.distill import certainty, consensus, mixing, soft_loss, soften, to_rows
 from fleetddp.common.errors import ConfigError, Reason, Refused
+from fleetddp.common.open_items import ItemStore, OpenItem, bring
 from fleetddp.common.payload import Geometry, bytes_of, tensor_over
-from fleetddp.common.proxy import ProxySet, assigned
-from fleetddp.common.shelf import ProxySource, bring
+from fleetddp.common.proxy import ProxySet, assigned, runs, shape_of
+from fleetddp.common.shelf import ProxySource
+from fleetddp.common.shelf import bring as bring_proxy
 from fleetddp.common.transport import Parent
 from fleetddp.common.update import NO_VERSION, Interval, Kind, Slice, Tier, UpdateHeader, UpdateId
 
@@ -37,28 +42,58 @@ class Saying(NamedTuple):
     payload: memoryview
 
 
+class Opened(NamedTuple):
+    """What a member has of the open items."""
+
+    items: tuple[OpenItem, ...] = ()  # all that there are or were
+    held: Mapping[int, Tensor] = {}  # by slot: f32[shape]
+
+
 class Knowledge:
     """Of one member; used from one thread at a time. ``config`` is the fleet file as the track sees it (``for_track``).
 
-    ``rows`` f32[n, C + 1] is what is held of what those say from whom this member learns, ``version`` up to which it was brought.
-    Raises ``ConfigError`` for a set that is not the fleet file's.
+    ``rows`` f32[n, C + 1] is what is held of what those say from whom this member learns, ``version`` up to which it was brought;
+    n counts the slots of open items, too. ``store``: where open items are kept; None: in memory. Raises ``ConfigError`` for a set
+    that is not the fleet file's.
     """
 
-    def __init__(self, proxy: ProxySet, config: FleetConfig, tier: Tier, *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        proxy: ProxySet,
+        config: FleetConfig,
+        tier: Tier,
+        *,
+        device: torch.device | str = "cpu",
+        store: Path | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         if config.proxy is None:
             raise ConfigError("proxy: this track is not one of soft labels; name one of kind: logits")
         _check(proxy, config)
         self.proxy, self.config = proxy, config.distill
-        self.layout = labels.layout_of(proxy.name, proxy.digest, len(proxy), proxy.classes, by_tier=config.proxy.by_tier)
+        self.count = len(proxy) + config.proxy.open_items
+        self.layout = labels.layout_of(proxy.name, proxy.digest, self.count, proxy.classes, by_tier=config.proxy.by_tier)
         self.version = NO_VERSION
-        self.rows = torch.zeros(len(proxy), proxy.classes + 1)
+        self.rows = torch.zeros(self.count, proxy.classes + 1)
         self.bytes_pulled = self.bytes_pushed = 0  # of payloads
         self._tier, self._device = tier, torch.device(device)
         self._published = codecs.get(codec_of(config.publish, proxy.classes))
         self._codec = codecs.get(codec_of(self.config.codec, proxy.classes))
         self._items = proxy.items.to(self._device)
         self._certain = torch.full((len(proxy),), -1)
+        self._told_labels: Mapping[str, int] = {}  # of open items, by digest
+        self._store: ItemStore | None = None
+        self.opened = Opened()
+        if config.proxy.open is not None:
+            shape_of(proxy, config.proxy.open)
+            self._store = ItemStore.open(store, clock or SystemClock())
+            self._read_store()
         self._refresh()
+
+    def close(self) -> None:
+        """Release the store's file."""
+        if self._store is not None:
+            self._store.close()
 
     # ---- what others say ------------------------------------------------------------------------------------------------------
 
@@ -68,8 +103,13 @@ class Knowledge:
         return len(self._known)
 
     def items(self, indices: Tensor) -> Tensor:
-        """Those items, on the member's device."""
-        return self._items[indices.to(self._device)]
+        """Those items, on the member's device; of the open ones those that are held."""
+        indices = indices.to(self._device)
+        count = len(self.proxy)
+        found = self._items[indices.clamp(max=count - 1)]
+        for place in torch.nonzero(indices >= count).flatten().tolist():
+            found[place] = self.opened.held[int(indices[place]) - count]
+        return found
 
     def draw(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """``count`` item numbers i64, with repetition, of those that somebody has an opinion of; of all where nobody has."""
@@ -90,11 +130,33 @@ class Knowledge:
         return factor * soft_loss(outputs, self._labels[indices], self.config.temperature, known)
 
     def take(self, parent: Parent, version: int) -> None:
-        """Bring what others have renewed by ``version``, at most ``pull_items`` rows of it. Raises what ``Parent.pull`` does."""
+        """Bring what others have renewed by ``version``, at most ``pull_items`` rows of it, and the open items there are.
+
+        Raises what ``Parent.pull`` and ``open_items.bring`` do.
+        """
+        if self._store is not None:
+            bring(parent, self._store, version)
+            self._read_store()
         rows = self._renewed(version)
         if rows:
             self._pull(parent, version, rows)
         self.adopt(version, self.rows)
+
+    def expire(self) -> bool:
+        """Erase the open items that are too old by now; whether there were any."""
+        if self._store is None:
+            return False
+        self._store.erase_expired()
+        gone = self._store.held() != self.opened.held.keys()
+        if gone:
+            self._read_store()
+            self._refresh()
+        return gone
+
+    def open(self, opened: Opened) -> None:
+        """Have these open items, brought by somebody else (rank 0 of a site)."""
+        self.opened = Opened(opened.items, {slot: item.to(self._device) for slot, item in opened.held.items()})
+        self._refresh()
 
     def adopt(self, version: int, rows: Tensor) -> None:
         """Hold these rows f32[n, C + 1] of that version."""
@@ -109,11 +171,19 @@ class Knowledge:
         self._certain = classes.cpu()
         self._refresh()
 
+    def know_opened(self, classes: Mapping[str, int]) -> None:
+        """The same of open items, by their digests, whether they are there already or not."""
+        if not all(0 <= label < self.proxy.classes for label in classes.values()):
+            raise ConfigError(f"known classes of hard samples: numbers from 0 to {self.proxy.classes - 1} are due")
+        self._told_labels = classes
+        self._refresh()
+
     # ---- what this member says ------------------------------------------------------------------------------------------------
 
     def due(self) -> Tensor:
-        """The items i64[b] whose turn it is on the version held, ascending."""
-        return torch.cat([torch.arange(start, stop) for start, stop in self._turn(self.version)])
+        """The items i64[b] whose turn it is on the version held, ascending; of the open ones those that are held."""
+        asked = torch.cat([torch.arange(start, stop) for start, stop in self._turn(self.version)])
+        return asked[self._held[asked]]
 
     @torch.no_grad()
     def rows_of(self, outputs: Tensor) -> Tensor:
@@ -127,8 +197,9 @@ class Knowledge:
 
         ``Refused(NOT_FINITE)`` if the model has diverged.
         """
-        rows = self._told(rows, self.due())
-        covers = labels.elements(self.layout, self._tier, self._turn(self.version))
+        due = self.due()
+        rows = self._told(rows, due)
+        covers = labels.elements(self.layout, self._tier, runs(due.tolist()))
         header = UpdateHeader(
             update_id=update_id,
             kind=Kind.LOGITS,
@@ -147,19 +218,43 @@ class Knowledge:
     # ---- in detail ------------------------------------------------------------------------------------------------------------
 
     def _turn(self, version: int) -> tuple[Interval, ...]:
-        return assigned(version, len(self.proxy), self.config.label_items)
+        """What all members were asked to label on a version, ascending."""
+        opened = [len(self.proxy) + item.slot for item in self.opened.items if item.is_labelled(version)]
+        return assigned(version, len(self.proxy), self.config.label_items, opened)
+
+    def _read_store(self) -> None:
+        """What the store holds now; what was read before is not read again."""
+        assert self._store is not None
+        before = {(item.slot, item.digest): self.opened.held.get(item.slot) for item in self.opened.items}
+        here, items, held = self._store.held(), self._store.items(), {}
+        for item in items:
+            if item.slot in here:
+                had = before.get((item.slot, item.digest))
+                found = self._store.tensor(item.slot) if had is None else had
+                if found is not None:  # another process of ours has not erased it meanwhile
+                    held[item.slot] = found.to(self._device)
+        self.opened = Opened(items, held)
 
     def _told(self, rows: Tensor, indices: Tensor) -> Tensor:
         """Rows f32[b, C + 1] of these items, with what is known for certain in its place."""
-        classes = self._certain[indices]
+        classes = self._known_classes[indices]
         sure = functional.one_hot(classes.clamp(min=0), self.proxy.classes).float()
         known = to_rows(sure, torch.full((len(indices),), self.config.known_weight))
         return torch.where((classes >= 0).unsqueeze(1), known, rows)
 
     def _refresh(self) -> None:
-        probabilities, weights = consensus(self._told(self.rows, torch.arange(len(self.proxy))))
+        first, opened = len(self.proxy), self.opened
+        self._held = torch.zeros(self.count, dtype=torch.bool)
+        self._held[:first] = True
+        self._held[torch.tensor([first + slot for slot in opened.held], dtype=torch.int64)] = True
+        self._known_classes = torch.full((self.count,), -1)
+        self._known_classes[:first] = self._certain
+        for item in opened.items:
+            if item.slot in opened.held:
+                self._known_classes[first + item.slot] = self._told_labels.get(item.digest, -1)
+        probabilities, weights = consensus(self._told(self.rows, torch.arange(self.count)))
         self._labels, self._weights = probabilities.to(self._device), weights.to(self._device)
-        self._known = torch.nonzero(weights > 0).squeeze(1)
+        self._known = torch.nonzero((weights > 0) & self._held).squeeze(1)
 
     def _tiers(self) -> list[Tier]:
         """Whose rows this member learns from: of which tensors."""
@@ -170,19 +265,20 @@ class Knowledge:
 
     def _renewed(self, version: int) -> list[Interval]:
         """The items that were labelled on the versions before, newest first, as far as they are wanted; as runs, ascending."""
-        count = len(self.proxy)
+        count = self.count
         left = count if self.config.pull_items is None else min(count, self.config.pull_items // len(self._tiers()))
         wanted = torch.zeros(count, dtype=torch.bool)
-        turns = -(-count // self.config.label_items)
+        share = self.config.label_items if count == len(self.proxy) else max(1, self.config.label_items // 2)
+        turns = -(-count // share)
         seen = max(NO_VERSION, self.version - LATE - 1, version - 1 - turns)
         for base in range(version - 1, seen, -1):
-            for start, stop in self._turn(base):
-                fresh = torch.nonzero(~wanted[start:stop]).squeeze(1)[: left - int(wanted.sum())]
+            for start, stop in sorted(self._turn(base), key=lambda run: run[0] < len(self.proxy)):  # open ones first
+                fresh = torch.nonzero(self._held[start:stop] & ~wanted[start:stop]).squeeze(1)[: left - int(wanted.sum())]
                 wanted[start + fresh] = True
         return _runs(wanted)
 
     def _pull(self, parent: Parent, version: int, items: Sequence[Interval]) -> None:
-        geometry, count, width = Geometry(self.layout, self._published), len(self.proxy), self.proxy.classes + 1
+        geometry, count, width = Geometry(self.layout, self._published), self.count, self.proxy.classes + 1
         tiers = self._tiers()
         wanted = sorted(place for tier in tiers for place in labels.elements(self.layout, tier, items))
         if self._published.block != width:  # rows are no blocks of this codec: all of it is brought
@@ -208,7 +304,7 @@ def proxy_of(config: FleetConfig, task: object, parent: ProxySource, folder: Pat
     """The proxy set of a track: the fleet file's file where this machine has it, the task's ``proxy()`` where it has that
     method, else the coordinator's, brought to ``folder``.
 
-    Raises ``ConfigError`` where it is not what the fleet file says, and what ``bring`` does.
+    Raises ``ConfigError`` where it is not what the fleet file says, and what ``shelf.bring`` does.
     """
     section = config.proxy
     if section is None:
@@ -216,7 +312,7 @@ def proxy_of(config: FleetConfig, task: object, parent: ProxySource, folder: Pat
     if section.file is not None and section.file.exists():
         return ProxySet.open(section.file, name=section.name, classes=section.classes)
     generate = getattr(task, "proxy", None)
-    proxy = generate() if callable(generate) else bring(parent, folder, classes=section.classes)
+    proxy = generate() if callable(generate) else bring_proxy(parent, folder, classes=section.classes)
     if isinstance(proxy, Tensor):
         proxy = ProxySet(section.name, section.classes, proxy)
     _check(proxy, config)

@@ -152,12 +152,8 @@ class Membership:
             self._put_back(member, before)
 
     def hear(self, event: Heartbeat, now: float) -> Member:
-        """A heartbeat: extends the lease. ``Refused``: UNKNOWN_NODE (join first) or SUPERSEDED."""
-        member = self.known(event.node)
-        if event.incarnation < member.incarnation:
-            raise superseded(event.node, event.incarnation, member.incarnation)
-        if event.incarnation > member.incarnation:
-            raise Refused(Reason.UNKNOWN_NODE, f"incarnation {event.incarnation} of {event.node} has not joined")
+        """A heartbeat: extends the lease. Raises what ``process`` does."""
+        member = self.process(event.node, event.incarnation)
         self.see(member, now)
         member.base_version = event.base_version
         leaves = _leaves(member.tier, event.leaves)
@@ -165,6 +161,15 @@ class Membership:
             before = self._take_out(member)
             member.leaves = leaves
             self._put_back(member, before)
+        return member
+
+    def process(self, node: str, incarnation: int) -> Member:
+        """The member whose process this is. ``Refused``: UNKNOWN_NODE (join first) or SUPERSEDED."""
+        member = self.known(node)
+        if incarnation < member.incarnation:
+            raise superseded(node, incarnation, member.incarnation)
+        if incarnation > member.incarnation:
+            raise Refused(Reason.UNKNOWN_NODE, f"incarnation {incarnation} of {node} has not joined")
         return member
 
     def known(self, node: str) -> Member:

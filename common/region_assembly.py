@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 
 from fleetddp.common import codecs
-from fleetddp.common.assembly import proxy_of
+from fleetddp.common.assembly import ITEMS, proxy_of
 from fleetddp.common.clock import Clock
 from fleetddp.common.config import CoordinatorConfig, FleetConfig, StartConfig, UntilConfig, WindowConfig
 from fleetddp.common.driver import Host
 from fleetddp.common.errors import ConfigError, Reason, Refused
 from fleetddp.common.layout import Layout
+from fleetddp.common.open_items import bring
 from fleetddp.common.recovered import RecoveredRegion
 from fleetddp.common.region_driver import Above, RegionDriver
+from fleetddp.common.region_items import RegionItems
 from fleetddp.common.region_journal import RegionJournal
 from fleetddp.common.regional import RegionalAggregator
 from fleetddp.common.staging import Staging
@@ -77,8 +79,9 @@ def assemble_region(
     clock: Clock,
     host: Host,
     telemetry: Telemetry,
+    items: RegionItems | None = None,
 ) -> RegionDriver:
-    """The driver of a region that has entered its journal, not started. ``config`` is the fleet file.
+    """The driver of a region that has entered its journal, not started. ``config`` is the fleet file; ``items`` its open items.
 
     Raises ``ConfigError`` (the codec of its partials), ``StorageError``.
     """
@@ -89,14 +92,29 @@ def assemble_region(
     own = region_config(config)
     aggregator = RegionalAggregator(own, journal.recover(), entered)
     staging = Staging(journal, own.limits)
-    driver = RegionDriver(aggregator, staging, journal, above, clock=clock, host=host, telemetry=telemetry)
+    driver = RegionDriver(aggregator, staging, journal, above, clock=clock, host=host, telemetry=telemetry, items=items)
     if own.proxy is not None and own.proxy.file is not None and own.proxy.file.exists():
         driver.shelf = proxy_of(own.proxy)[0]
     return driver
 
 
-def fetch(parent: Parent, number: int, journal: RegionJournal) -> tuple[Version, Layout]:
-    """Bring a version of the parent's into the journal, as it is. Raises what ``Parent.pull`` does, and ``StorageError``."""
+def open_region_items(
+    config: FleetConfig, journal: RegionJournal, entered: RecoveredRegion, parent: Parent, clock: Clock
+) -> RegionItems | None:
+    """The open items of a region that has entered its journal; None where its track has room for none."""
+    if config.proxy is None or config.proxy.open is None:
+        return None
+    database = journal.connect(ITEMS)
+    return RegionItems(database, clock, parent, node=entered.node, incarnation=entered.incarnation, run=config.run)
+
+
+def fetch(parent: Parent, number: int, journal: RegionJournal, items: RegionItems | None = None) -> tuple[Version, Layout]:
+    """Bring a version of the parent's into the journal, as it is, and first the open items that are labelled on it.
+
+    Raises what ``Parent.pull`` and ``open_items.bring`` do, and ``StorageError``.
+    """
+    if items is not None:
+        bring(parent, items, number)
     draft = journal.begin_version(number)
     try:
         version = parent.pull(number, (), lambda offset, data: draft.pwrite(data, offset))

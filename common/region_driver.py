@@ -27,6 +27,7 @@ from fleetddp.common.events import (
     Stand,
 )
 from fleetddp.common.layout import Layout
+from fleetddp.common.open_items import ItemStore
 from fleetddp.common.region_journal import RegionJournal
 from fleetddp.common.regional import RegionalAggregator
 from fleetddp.common.sealer import Sealer
@@ -79,8 +80,9 @@ class RegionDriver(Driver):
         clock: Clock,
         host: Host,
         telemetry: Telemetry,
+        items: ItemStore | None = None,
     ) -> None:
-        super().__init__(aggregator, staging, journal, None, clock=clock, host=host, telemetry=telemetry)
+        super().__init__(aggregator, staging, journal, None, clock=clock, host=host, telemetry=telemetry, items=items)
         self._partials = journal
         self._sealer = Sealer(journal)
         self._above = above
@@ -146,6 +148,7 @@ class RegionDriver(Driver):
                 version, layout = result
                 self._versions.append((version, ""))
                 self.telemetry.published(version)
+                self.keep_items()
                 self._report(Fetched(version=version, layout=layout))
 
         self._above.fetch(effect.version, done)

@@ -30,7 +30,8 @@ class Task(Protocol):
 
     For tracks of soft labels it may also have: ``proxy()``, the items of the proxy set (a tensor or a ``ProxySet``), where it is
     generated; ``logits(model, items)``, f[b, C], where that is not the model's forward; ``known_classes(proxy)``, i64[n], the
-    classes that an edge node knows of these items, else -1. For sites: ``scheduler(optimizer)``.
+    classes that an edge node knows of these items, else -1; ``label_source(sample)``, the class of a hard sample that the node
+    kept, or None while nobody knows it. For sites: ``scheduler(optimizer)``.
     """
 
     def model(self) -> nn.Module:

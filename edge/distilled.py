@@ -3,11 +3,18 @@
 Its model may be of any architecture, also one that nobody else has; what it has in common with others are the proxy set and the
 classes. For each version of the track it brings what others have said, trains on its own data and on their consensus, labels the
 items whose turn it is and pushes that. Labels that cannot be delivered are made anew on the next version: nothing is owed.
+
+A device that answers, keeps what it finds hard and trains on it does all that in one process::
+
+    reservoir = open_reservoir(config.cascade.hard_samples, "pi")     # None without consent
+    node = DistilledNode(config, task, parent, name="pi", reservoir=reservoir, label_source=ask_somebody, served=served)
+    cascade = Cascade.of_fleet(config, "pi", served, threshold, on_hard=reservoir and reservoir.add)
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import random
 import threading
@@ -27,6 +34,7 @@ from fleetddp.common.errors import LayoutMismatch, Reason, Refused, StorageError
 from fleetddp.common.events import Join
 from fleetddp.common.files import OsFiles
 from fleetddp.common.knowledge import Knowledge, Saying, outputs_of, proxy_of
+from fleetddp.common.predictor import ModulePredictor, Served
 from fleetddp.common.proxy import ProxySet
 from fleetddp.common.stored import storage
 from fleetddp.common.task import Task
@@ -34,6 +42,8 @@ from fleetddp.common.transport import MEMBER_REASONS, Parent
 from fleetddp.common.transport.backoff import Backoff
 from fleetddp.common.transport.session import Session
 from fleetddp.common.update import NO_VERSION, Kind, Receipt, State, Tier, UpdateId
+from fleetddp.edge.closed_loop import ClosedLoop
+from fleetddp.edge.reservoir import LabelSource, Reservoir
 from fleetddp.edge.trainer import DeltaTrainer, Work
 
 log = logging.getLogger(__name__)
@@ -71,9 +81,10 @@ class DistilledNode:
     """One edge member of a track of soft labels. ``run`` blocks until the run is finished or ``stop`` is called from anywhere.
 
     ``config`` is the fleet file as the track sees it; the arguments are ``EdgeNode``'s. ``proxy``: the proxy set, where it is at
-    hand already. A task may have ``known_classes(proxy)`` (see ``Knowledge.know``). Model and consensus lie in
-    ``<edge.state>/<name>`` and outlive the process. Raises what a person must mend: ``ConfigError``, ``StorageError`` at the
-    start, ``Refused`` with WRONG_RUN, WRONG_LAYOUT, WRONG_IDENTITY, ...
+    hand already. A task may have ``known_classes(proxy)`` (see ``Knowledge.know``). ``reservoir`` and ``label_source``: see
+    ``ClosedLoop``; the reservoir stays the caller's. ``served`` is offered a copy of the model after each unit of work. Model,
+    consensus and open items lie in ``<edge.state>/<name>`` and outlive the process. Raises what a person must mend:
+    ``ConfigError``, ``StorageError`` at the start, ``Refused`` with WRONG_RUN, WRONG_LAYOUT, WRONG_IDENTITY, ...
     """
 
     def __init__(
@@ -88,19 +99,31 @@ class DistilledNode:
         device: torch.device | str = "cpu",
         proxy: ProxySet | None = None,
         ready: Callable[[], bool] = lambda: True,
+        reservoir: Reservoir | None = None,
+        label_source: LabelSource | None = None,
+        served: Served | None = None,
     ) -> None:
-        self._config, self._task, self._parent, self._name, self._ready = config, task, parent, name, ready
+        self._loop = ClosedLoop(config, name, reservoir=reservoir, label_source=label_source)
+        self._config, self._parent, self._name, self._ready = config, parent, name, ready
+        self._task, self._served = self._loop.task(task), served
         self._where: dict[str, Any] = {"index": index, "count": count, "device": device}
         self._folder = config.edge.state / name
         self._stopped = threading.Event()
         self._session: Session | None = None
         self._proxy, self._said_on = proxy, NO_VERSION
+        self._knowledge: Knowledge | None = None
         self._saying: Saying | None = None  # made, and not answered yet
         self._open: dict[UpdateId, None] = {}  # accepted, and not settled yet
         self._incarnation = self._sequence = 0
         self._backoff = Backoff(random.Random(), first_s=1.0, cap_s=60.0)
         self.metrics: Mapping[str, float] = {}  # the newest of the task's ``evaluate``
         self.counts: Counter[str] = Counter()  # units of work; diverged; merged, expired, refused
+
+    @property
+    def knowledge(self) -> Knowledge:
+        """What it holds of what others say; once ``run`` has begun."""
+        assert self._knowledge is not None
+        return self._knowledge
 
     @property
     def model(self) -> torch.nn.Module:
@@ -130,6 +153,8 @@ class DistilledNode:
             raise
         finally:
             self.stop()
+            if self._knowledge is not None:
+                self._knowledge.close()
 
     def stop(self) -> None:
         """End ``run`` soon, from any thread: after the current batch at the latest."""
@@ -150,7 +175,8 @@ class DistilledNode:
                 if self._stopped.wait(self._backoff.delay()):
                     return False
         self._backoff.reset()
-        self.knowledge = Knowledge(self._proxy, self._config, Tier.EDGE, device=self._where["device"])
+        store = self._folder / "items.db"
+        self._knowledge = Knowledge(self._proxy, self._config, Tier.EDGE, device=self._where["device"], store=store)
         certain = getattr(self._task, "known_classes", None)
         if callable(certain):
             self.knowledge.know(certain(self._proxy))
@@ -172,12 +198,14 @@ class DistilledNode:
             session.joined(timeout_s=POLL_S)
             return
         try:
+            self.knowledge.expire()
             if newest != self._said_on and self._ready():
                 self._learn(session, newest)
             if self._saying is not None:
                 self._deliver(self._saying)
                 self._saying = None
-                self._backoff.reset()
+            self._loop.exchange(self._parent, self._incarnation, self._memory.identity)
+            self._backoff.reset()
         except (Unreachable, Refused, StorageError) as error:
             if self._stopped.is_set():
                 return
@@ -191,6 +219,7 @@ class DistilledNode:
         if version != self.knowledge.version:
             self.knowledge.take(self._parent, version)
         session.base_version = version
+        self._loop.learn(self.knowledge)
         work = self._trainer.train(lambda: not self._stopped.is_set() and not session.finished, session.steps or None)
         if work is None:
             return
@@ -206,6 +235,8 @@ class DistilledNode:
             raise refusal
         self._said_on = version
         self._memory.save(self.knowledge)
+        if self._served is not None:
+            self._served.offer(ModulePredictor(copy.deepcopy(self.model), self._where["device"]), version)
         self.metrics = self._task.evaluate(self.model)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
         log.info("%s: version %d, %d of %d items known: loss %.4f, %s", self._name, version, *self._shares(), work.loss, shown)
@@ -215,7 +246,7 @@ class DistilledNode:
         return self.knowledge.say(update_id, rows, steps=work.steps, seconds=work.seconds, metrics=work.metrics)
 
     def _shares(self) -> tuple[int, int]:
-        return self.knowledge.known, len(self.knowledge.proxy)
+        return self.knowledge.known, len(self.knowledge.proxy) + len(self.knowledge.opened.held)
 
     def _deliver(self, saying: Saying) -> None:
         self._open[saying.header.update_id] = None
@@ -246,7 +277,7 @@ class Memory:
     """
 
     def __init__(self, folder: Path, identity: str, trainer: DistilledTrainer) -> None:
-        self._path, self._identity, self._trainer = folder / "model.safetensors", identity, trainer
+        self._path, self.identity, self._trainer = folder / "model.safetensors", identity, trainer
         self._first = trainer.weights()
         self._incarnation = 0
 
@@ -259,7 +290,7 @@ class Memory:
     def save(self, knowledge: Knowledge) -> None:
         """Durable when it returns."""
         known = {"weights": self._trainer.weights(), "rows": knowledge.rows}
-        about = {"identity": self._identity, "version": str(knowledge.version), "incarnation": str(self._incarnation)}
+        about = {"identity": self.identity, "version": str(knowledge.version), "incarnation": str(self._incarnation)}
         files, draft = OsFiles(), self._path.with_suffix(".partial")
         with storage(f"cannot write {self._path}"):
             files.make_dir(self._path.parent)
@@ -279,7 +310,7 @@ class Memory:
         except (OSError, SafetensorError):
             self._trainer.adopt(self._first)
             return 0
-        if about["identity"] == self._identity and weights.shape == self._first.shape:
+        if about["identity"] == self.identity and weights.shape == self._first.shape:
             self._trainer.adopt(weights)
             knowledge.adopt(int(about["version"]), rows)
         return int(about["incarnation"])

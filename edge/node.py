@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -307,8 +308,12 @@ def run_node(config: FleetConfig, *, name: str, track: str = "") -> None:
     task = load(config.task)
     if config.kind == "logits":
         from fleetddp.edge.distilled import DistilledNode  # an ordinary node needs none of it
+        from fleetddp.edge.reservoir import open_reservoir
 
-        serve(DistilledNode(config, task, parent, name=name))
+        reservoir = open_reservoir(config.cascade.hard_samples, name)
+        source = getattr(task, "label_source", None)
+        with nullcontext() if reservoir is None else reservoir:
+            serve(DistilledNode(config, task, parent, name=name, reservoir=reservoir, label_source=source))
     else:
         serve(EdgeNode(config, task, parent, name=name))
 

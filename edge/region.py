@@ -14,7 +14,7 @@ from fleetddp.common.config import ONLY_TRACK, FleetConfig
 from fleetddp.common.driver import Driver
 from fleetddp.common.errors import FleetError, Reason, Refused
 from fleetddp.common.events import Event
-from fleetddp.common.region_assembly import assemble_region, open_region_journal, region_config
+from fleetddp.common.region_assembly import assemble_region, open_region_items, open_region_journal, region_config
 from fleetddp.common.service import Service
 from fleetddp.common.shelf import Shelf, bring, place
 from fleetddp.common.telemetry import Telemetry
@@ -69,9 +69,10 @@ class Region(Service):
                 loop.call_soon_threadsafe(what)
 
         entered = self._journal.enter(self.name)
-        self._upward = Upward(self._parent, self._journal, entered, run=self._fleet.run, tell=tell, call=call)
+        items = open_region_items(self._fleet, self._journal, entered, self._parent, self._clock)
+        self._upward = Upward(self._parent, self._journal, entered, run=self._fleet.run, tell=tell, call=call, items=items)
         return assemble_region(
-            self._fleet, self._journal, entered, self._upward, clock=self._clock, host=host, telemetry=telemetry
+            self._fleet, self._journal, entered, self._upward, clock=self._clock, host=host, telemetry=telemetry, items=items
         )
 
     def _feed(self, event: Event) -> None:

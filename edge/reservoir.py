@@ -8,7 +8,11 @@ then, whatever its key; the sample is uniform again when that has been displaced
 
 One SQLite database holds it all. ``add`` waits for no disk (answers wait for it): with the power the newest few may be lost. What
 is removed or too old is overwritten in the file (``secure_delete``) and leaves SQLite's log. What is too old is removed whenever
-the reservoir is opened, added to or read: while nobody does, it lies there.
+the reservoir is opened, added to or read: while nobody does, it lies there. The process that answers and the one that trains may
+have it open at the same time.
+
+What was shared with a run (closed_loop.py) is noted here, so that it is not offered again, and can be taken back: by ``remove``,
+and, through a mark that outlives the reservoir, when the consent is.
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ import json
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,19 +34,26 @@ from torch import Tensor
 
 from fleetddp.common.clock import Clock, SystemClock
 from fleetddp.common.errors import ConfigError
+from fleetddp.common.files import OsFiles
 from fleetddp.common.inference_config import HardSamplesConfig
+from fleetddp.common.open_items import bytes_of_sample as _bytes
+from fleetddp.common.open_items import digest_of as digest_of
 from fleetddp.common.stored import storage
 
 LabelSource = Callable[[Tensor], "int | None"]  # a person, a slow sensor: the class of f32[...]; None: not known (yet)
 
 _FILE = "reservoir.db"
+_MARK = "shared"  # a file: of what was kept here something may have left the device
+LOCKED_S = 10.0  # that another process may take to finish a write
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS samples (
     digest TEXT PRIMARY KEY, key TEXT NOT NULL UNIQUE, at REAL NOT NULL, hardness REAL NOT NULL, data BLOB NOT NULL,
     teacher BLOB, label INTEGER);
 CREATE INDEX IF NOT EXISTS by_age ON samples (at);
+CREATE TABLE IF NOT EXISTS shared (run TEXT, digest TEXT, state INTEGER NOT NULL, PRIMARY KEY (run, digest));
 """
+_OFFERED, _KNOWN, _REMOVED, _TAKEN_BACK = range(4)  # what becomes of a sample that may have left the device
 
 _log = logging.getLogger(__name__)
 
@@ -97,14 +108,16 @@ class Reservoir:
     def __init__(self, folder: Path, config: HardSamplesConfig, *, seed: int = 0, clock: Clock | None = None) -> None:
         if not config.consent or config.retention_hours is None:
             raise ConfigError("cascade.hard_samples.consent is false: nothing may be kept")
+        self.folder = folder
         self._config, self._seed, self._clock = config, seed, clock or SystemClock()
         self._retention_s = 3600.0 * config.retention_hours
+        self._log_is_full = False  # of what was removed
         self._lock = threading.Lock()
         with storage(f"cannot open the reservoir in {folder}"):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._db = sqlite3.connect(folder / _FILE, timeout=1.0, check_same_thread=False, isolation_level=None)
+            self._db = sqlite3.connect(folder / _FILE, timeout=LOCKED_S, check_same_thread=False, isolation_level=None)
             try:
-                for pragma in ("secure_delete=ON", "locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=NORMAL"):
+                for pragma in ("secure_delete=ON", "journal_mode=WAL", "synchronous=NORMAL"):
                     self._db.execute(f"PRAGMA {pragma}")
                 self._db.executescript(_SCHEMA)
                 self._agree("seed", str(seed))
@@ -171,8 +184,8 @@ class Reservoir:
         due = self._clock.now() - self._config.label_after_s
         share = int(self._config.label_share * 2**32)
         came = 0
-        for item in sorted(self.snapshot().items, key=lambda item: (item.at, item.digest)):
-            if item.label is None and item.at <= due and int(self._key("label", item.digest)[:8], 16) < share:
+        for item in self._select("WHERE label ISNULL AND at <= ? ORDER BY at, digest", due):
+            if int(self._key("label", item.digest)[:8], 16) < share:
                 label = source(item.inputs)
                 came += label is not None and self.label(item.digest, label)
         return came
@@ -181,15 +194,21 @@ class Reservoir:
 
     def snapshot(self) -> HardSamples:
         """What is kept now, in memory; what is too old is removed first."""
+        return HardSamples(tuple(self._select("ORDER BY digest")))
+
+    def labelled(self) -> HardSamples:
+        """Those of the samples that have a label."""
+        return HardSamples(tuple(self._select("WHERE label NOTNULL ORDER BY digest")))
+
+    def _select(self, which: str, *values: object) -> list[HardSample]:
         with self._lock, storage("cannot read the reservoir"):
             self._retain(self._clock.now())
             shape = json.loads(self._fact("shape") or "[]")
-            rows = self._db.execute("SELECT digest, at, hardness, data, teacher, label FROM samples ORDER BY digest").fetchall()
-        items = (
+            rows = self._db.execute(f"SELECT digest, at, hardness, data, teacher, label FROM samples {which}", values).fetchall()
+        return [
             HardSample(_tensor(data).reshape(shape), digest, at, hardness, None if answer is None else _tensor(answer), label)
             for digest, at, hardness, data, answer, label in rows
-        )
-        return HardSamples(tuple(items))
+        ]
 
     def __len__(self) -> int:
         with self._lock, storage("cannot read the reservoir"):
@@ -197,10 +216,57 @@ class Reservoir:
             return self._count()
 
     def remove(self, digests: Sequence[str]) -> None:
-        """Keep these no longer: somebody took his consent back, or they were used."""
+        """Keep these no longer: somebody took his consent back. What was shared of them is taken back, too (closed_loop.py)."""
+        rows = [(digest,) for digest in digests]
         with self._lock, storage("cannot remove hard samples"):
-            self._db.executemany("DELETE FROM samples WHERE digest = ?", [(digest,) for digest in digests])
+            with self._db:
+                self._db.execute("BEGIN IMMEDIATE")
+                self._db.executemany("DELETE FROM samples WHERE digest = ?", rows)
+                self._db.executemany(f"UPDATE shared SET state = {_REMOVED} WHERE digest = ? AND state < {_REMOVED}", rows)
             self._empty_log()
+
+    # ---- what is shared with a run --------------------------------------------------------------------------------------------
+
+    def unshared(self, run: str, most: int) -> list[HardSample]:
+        """At most so many samples that are kept and ``run`` does not know, labelled ones first. ``ConfigError`` without the
+        permission to share."""
+        if not self._config.share:
+            raise ConfigError("cascade.hard_samples.share is false: nothing may leave the device")
+        known = f"SELECT digest FROM shared WHERE run = ? AND state >= {_KNOWN}"
+        return self._select(f"WHERE digest NOT IN ({known}) ORDER BY label ISNULL, digest LIMIT ?", run, most)
+
+    def note_sharing(self, run: str, digests: Sequence[str]) -> None:
+        """Before these leave the device for the first time, durably: they may have to be taken back."""
+        with storage(f"cannot mark {self.folder} as shared"):
+            files = OsFiles()
+            file = files.create(self.folder / _MARK)
+            file.fsync()
+            file.close()
+            files.fsync_dir(self.folder)
+        with self._lock, storage("cannot note what is shared"), self._durably():
+            rows = [(run, digest, _OFFERED) for digest in digests]
+            self._db.executemany("INSERT OR IGNORE INTO shared (run, digest, state) VALUES (?, ?, ?)", rows)
+
+    def known_there(self, run: str, digests: Sequence[str]) -> None:
+        """The run has these, or had them: they are not offered to it again."""
+        with self._lock, storage("cannot note what is shared"), self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            change = f"UPDATE shared SET state = {_KNOWN} WHERE run = ? AND digest = ? AND state = {_OFFERED}"
+            self._db.executemany(change, [(run, digest) for digest in digests])
+
+    def to_take_back(self, run: str, most: int) -> list[str]:
+        """The digests of at most so many samples that were shared with ``run`` and removed since."""
+        with self._lock, storage("cannot read what was shared"):
+            which = (run, _REMOVED, most)
+            rows = self._db.execute("SELECT digest FROM shared WHERE run = ? AND state = ? LIMIT ?", which).fetchall()
+        return [digest for (digest,) in rows]
+
+    def taken_back(self, run: str, digests: Sequence[str]) -> None:
+        """The run has them no longer, and is not offered them again."""
+        with self._lock, storage("cannot note what was taken back"), self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            change = f"UPDATE shared SET state = {_TAKEN_BACK} WHERE run = ? AND digest = ?"
+            self._db.executemany(change, [(run, digest) for digest in digests])
 
     # ---- within ---------------------------------------------------------------------------------------------------------------
 
@@ -209,12 +275,24 @@ class Reservoir:
         over = self._count() - self._config.keep  # the fleet file may allow fewer than it did
         if over > 0:
             self._db.execute("DELETE FROM samples WHERE key IN (SELECT key FROM samples ORDER BY key DESC LIMIT ?)", (over,))
-        if gone or over > 0:
+        if gone or over > 0 or self._log_is_full:
             self._empty_log()
 
     def _empty_log(self) -> None:
-        """What was removed is not to lie in SQLite's log any longer."""
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        """What was removed is not to lie in SQLite's log any longer; while another process reads, later."""
+        busy = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        self._log_is_full = bool(busy)
+
+    @contextmanager
+    def _durably(self) -> Iterator[None]:
+        """A transaction that is on the disk when it ends."""
+        self._db.execute("PRAGMA synchronous=FULL")
+        try:
+            with self._db:
+                self._db.execute("BEGIN IMMEDIATE")
+                yield
+        finally:
+            self._db.execute("PRAGMA synchronous=NORMAL")
 
     def _key(self, purpose: str, digest: str) -> str:
         return hashlib.sha256(f"{self._seed}/{purpose}/{digest}".encode()).hexdigest()
@@ -243,11 +321,28 @@ class Reservoir:
 
 def open_reservoir(config: HardSamplesConfig, node: str, *, seed: int = 0, clock: Clock | None = None) -> Reservoir | None:
     """A node's reservoir where the fleet file has consent; without, None, and what was kept before is erased."""
-    folder = config.state / node
     if config.consent:
-        return Reservoir(folder, config, seed=seed, clock=clock)
-    erase(folder)
+        return Reservoir(folder_of(config, node), config, seed=seed, clock=clock)
+    erase(folder_of(config, node))
     return None
+
+
+def folder_of(config: HardSamplesConfig, node: str) -> Path:
+    """Where a node's reservoir is."""
+    return config.state / node
+
+
+def was_shared(folder: Path) -> bool:
+    """Whether something that was kept in this folder may have left the device, and was not taken back yet."""
+    return (folder / _MARK).exists()
+
+
+def all_taken_back(folder: Path) -> None:
+    """The run has nothing any more of what was shared from here."""
+    with storage(f"cannot remove the mark in {folder}"):
+        (folder / _MARK).unlink(missing_ok=True)
+        with suppress(OSError):  # the reservoir is still there
+            folder.rmdir()
 
 
 def erase(folder: Path) -> None:
@@ -264,16 +359,6 @@ def erase(folder: Path) -> None:
         with suppress(OSError):  # something else of the user's lies there
             folder.rmdir()
     _log.info("there is no consent (any more) to keep hard samples: those in %s are erased", folder)
-
-
-def digest_of(sample: Tensor) -> str:
-    """SHA-256 of a sample's shape and float32 values, in hex."""
-    head = json.dumps(list(sample.shape)).encode()
-    return hashlib.sha256(head + _bytes(sample)).hexdigest()
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().float().numpy().astype("<f4", copy=False).tobytes()
 
 
 def _tensor(data: bytes) -> Tensor:

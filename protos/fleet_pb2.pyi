@@ -301,6 +301,128 @@ class ProxyReply(_message.Message):
     chunk: Chunk
     def __init__(self, proxy: _Optional[_Union[ProxyInfo, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
+class OpenItem(_message.Message):
+    __slots__ = ("slot", "digest", "since", "until", "expires_at")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    digest: bytes
+    since: int
+    until: int
+    expires_at: float
+    def __init__(self, slot: _Optional[int] = ..., digest: _Optional[bytes] = ..., since: _Optional[int] = ..., until: _Optional[int] = ..., expires_at: _Optional[float] = ...) -> None: ...
+
+class Catalogue(_message.Message):
+    __slots__ = ("pool", "version", "shape", "whole", "items", "gone")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    pool: int
+    version: int
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    whole: bool
+    items: _containers.RepeatedCompositeFieldContainer[OpenItem]
+    gone: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pool: _Optional[int] = ..., version: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., whole: bool = ..., items: _Optional[_Iterable[_Union[OpenItem, _Mapping]]] = ..., gone: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ItemsRequest(_message.Message):
+    __slots__ = ("node", "pool", "known", "ranges", "track")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    TRACK_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    pool: int
+    known: int
+    ranges: _containers.RepeatedCompositeFieldContainer[Range]
+    track: str
+    def __init__(self, node: _Optional[str] = ..., pool: _Optional[int] = ..., known: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., track: _Optional[str] = ...) -> None: ...
+
+class ItemsReply(_message.Message):
+    __slots__ = ("items", "chunk")
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    items: Catalogue
+    chunk: Chunk
+    def __init__(self, items: _Optional[_Union[Catalogue, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+
+class ShareHeader(_message.Message):
+    __slots__ = ("run", "node", "incarnation", "of", "shape", "digests", "track")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    OF_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    TRACK_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    node: str
+    incarnation: int
+    of: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    track: str
+    def __init__(self, run: _Optional[str] = ..., node: _Optional[str] = ..., incarnation: _Optional[int] = ..., of: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., track: _Optional[str] = ...) -> None: ...
+
+class ShareRequest(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: ShareHeader
+    chunk: Chunk
+    def __init__(self, header: _Optional[_Union[ShareHeader, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+
+class Wanted(_message.Message):
+    __slots__ = ("digests",)
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Shared(_message.Message):
+    __slots__ = ("known", "room")
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    known: _containers.RepeatedScalarFieldContainer[bytes]
+    room: int
+    def __init__(self, known: _Optional[_Iterable[bytes]] = ..., room: _Optional[int] = ...) -> None: ...
+
+class ShareReply(_message.Message):
+    __slots__ = ("wanted", "shared")
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
+    wanted: Wanted
+    shared: Shared
+    def __init__(self, wanted: _Optional[_Union[Wanted, _Mapping]] = ..., shared: _Optional[_Union[Shared, _Mapping]] = ...) -> None: ...
+
+class WithdrawRequest(_message.Message):
+    __slots__ = ("run", "node", "incarnation", "of", "digests", "track")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    OF_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    TRACK_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    node: str
+    incarnation: int
+    of: str
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    track: str
+    def __init__(self, run: _Optional[str] = ..., node: _Optional[str] = ..., incarnation: _Optional[int] = ..., of: _Optional[str] = ..., digests: _Optional[_Iterable[bytes]] = ..., track: _Optional[str] = ...) -> None: ...
+
+class WithdrawReply(_message.Message):
+    __slots__ = ("erased",)
+    ERASED_FIELD_NUMBER: _ClassVar[int]
+    erased: int
+    def __init__(self, erased: _Optional[int] = ...) -> None: ...
+
 class Fragment(_message.Message):
     __slots__ = ("index", "count")
     INDEX_FIELD_NUMBER: _ClassVar[int]

@@ -69,6 +69,21 @@ class FleetStub(object):
                 request_serializer=fleetddp_dot_protos_dot_fleet__pb2.ProxyRequest.SerializeToString,
                 response_deserializer=fleetddp_dot_protos_dot_fleet__pb2.ProxyReply.FromString,
                 _registered_method=True)
+        self.PullItems = channel.unary_stream(
+                '/fleetddp.v1.Fleet/PullItems',
+                request_serializer=fleetddp_dot_protos_dot_fleet__pb2.ItemsRequest.SerializeToString,
+                response_deserializer=fleetddp_dot_protos_dot_fleet__pb2.ItemsReply.FromString,
+                _registered_method=True)
+        self.Share = channel.stream_stream(
+                '/fleetddp.v1.Fleet/Share',
+                request_serializer=fleetddp_dot_protos_dot_fleet__pb2.ShareRequest.SerializeToString,
+                response_deserializer=fleetddp_dot_protos_dot_fleet__pb2.ShareReply.FromString,
+                _registered_method=True)
+        self.Withdraw = channel.unary_unary(
+                '/fleetddp.v1.Fleet/Withdraw',
+                request_serializer=fleetddp_dot_protos_dot_fleet__pb2.WithdrawRequest.SerializeToString,
+                response_deserializer=fleetddp_dot_protos_dot_fleet__pb2.WithdrawReply.FromString,
+                _registered_method=True)
         self.Push = channel.stream_stream(
                 '/fleetddp.v1.Fleet/Push',
                 request_serializer=fleetddp_dot_protos_dot_fleet__pb2.PushRequest.SerializeToString,
@@ -128,6 +143,27 @@ class FleetServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PullItems(self, request, context):
+        """Likewise: which open items a proxy set has, then the bytes of those that were asked for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Share(self, request_iterator, context):
+        """Hard samples are offered as open items. First request: the header. The server answers with what it wants of them. Then their
+        bytes in order; the last reply says what it knows of what was offered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Withdraw(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Push(self, request_iterator, context):
         """First request: the header. The server answers with what it holds of the slice, or with a receipt of an update it knows.
         Then the missing bytes in order; the last reply is the update's receipt.
@@ -179,6 +215,21 @@ def add_FleetServicer_to_server(servicer, server):
                     servicer.PullProxy,
                     request_deserializer=fleetddp_dot_protos_dot_fleet__pb2.ProxyRequest.FromString,
                     response_serializer=fleetddp_dot_protos_dot_fleet__pb2.ProxyReply.SerializeToString,
+            ),
+            'PullItems': grpc.unary_stream_rpc_method_handler(
+                    servicer.PullItems,
+                    request_deserializer=fleetddp_dot_protos_dot_fleet__pb2.ItemsRequest.FromString,
+                    response_serializer=fleetddp_dot_protos_dot_fleet__pb2.ItemsReply.SerializeToString,
+            ),
+            'Share': grpc.stream_stream_rpc_method_handler(
+                    servicer.Share,
+                    request_deserializer=fleetddp_dot_protos_dot_fleet__pb2.ShareRequest.FromString,
+                    response_serializer=fleetddp_dot_protos_dot_fleet__pb2.ShareReply.SerializeToString,
+            ),
+            'Withdraw': grpc.unary_unary_rpc_method_handler(
+                    servicer.Withdraw,
+                    request_deserializer=fleetddp_dot_protos_dot_fleet__pb2.WithdrawRequest.FromString,
+                    response_serializer=fleetddp_dot_protos_dot_fleet__pb2.WithdrawReply.SerializeToString,
             ),
             'Push': grpc.stream_stream_rpc_method_handler(
                     servicer.Push,
@@ -380,6 +431,87 @@ class Fleet(object):
             '/fleetddp.v1.Fleet/PullProxy',
             fleetddp_dot_protos_dot_fleet__pb2.ProxyRequest.SerializeToString,
             fleetddp_dot_protos_dot_fleet__pb2.ProxyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullItems(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/fleetddp.v1.Fleet/PullItems',
+            fleetddp_dot_protos_dot_fleet__pb2.ItemsRequest.SerializeToString,
+            fleetddp_dot_protos_dot_fleet__pb2.ItemsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Share(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/fleetddp.v1.Fleet/Share',
+            fleetddp_dot_protos_dot_fleet__pb2.ShareRequest.SerializeToString,
+            fleetddp_dot_protos_dot_fleet__pb2.ShareReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Withdraw(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fleetddp.v1.Fleet/Withdraw',
+            fleetddp_dot_protos_dot_fleet__pb2.WithdrawRequest.SerializeToString,
+            fleetddp_dot_protos_dot_fleet__pb2.WithdrawReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from fleetddp.common.errors import Reason
-from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, News
+from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, News, Share
 from fleetddp.common.layout import Layout
+from fleetddp.common.open_items import Catalogue, Shared
 from fleetddp.common.update import ProxyInfo, Receipt, Slice, UpdateHeader, Version
 
 Sink = Callable[[int, memoryview], None]  # (offset in the version's payload, bytes): where pulled chunks go
@@ -50,6 +51,21 @@ class Parent(Protocol):
 
     def pull_proxy(self, ranges: Sequence[ByteRange], sink: Sink) -> ProxyInfo:
         """Bring byte ranges of the file of the track's proxy set to ``sink``; none: only what it is. See ``shelf.bring``."""
+        ...
+
+    def pull_items(self, pool: int, known: int, ranges: Sequence[ByteRange], sink: Sink) -> Catalogue:
+        """What changed since version ``known`` of ``pool``; byte ranges of items go to ``sink``. See ``open_items.bring``."""
+        ...
+
+    def share(self, offer: Share, data: Callable[[str], bytes]) -> Shared:
+        """Offer samples as open items, and send what is wanted of them (``data``: a sample's little-endian float32, by digest).
+
+        Not all need be wanted at once: what is not ``known`` afterwards is offered again, as long as there is ``room``.
+        """
+        ...
+
+    def withdraw(self, share: Share) -> int:
+        """Take back what was shared; how many samples were erased."""
         ...
 
     def push(self, header: UpdateHeader, slice: Slice, payload: memoryview) -> Receipt:

@@ -1,7 +1,8 @@
 """Chunks packed and unpacked by hand, so that half a megabyte is copied once where protobuf would copy it four times.
 
-A chunk is field 2 of ``PushRequest``, ``PullReply`` and ``ProxyReply``. ``pack`` writes the very bytes protobuf writes (fields in
-order, zeros left out); ``unpack`` reads that form, and leaves any other that the format allows to protobuf.
+A chunk is field 2 of ``PushRequest``, ``ShareRequest``, ``PullReply``, ``ProxyReply`` and ``ItemsReply``. ``pack`` writes the
+very bytes protobuf writes (fields in order, zeros left out); ``unpack`` reads that form, and leaves any other that the format
+allows to protobuf.
 """
 
 from __future__ import annotations
@@ -78,11 +79,13 @@ def checked(chunk: ChunkBytes) -> ChunkBytes:
 
 
 def stub(channel: Any) -> Any:
-    """A ``FleetStub`` whose ``Push`` takes packed chunks too, and whose pulls give chunks as ``ChunkBytes``."""
+    """A ``FleetStub`` whose ``Push`` and ``Share`` take packed chunks too, and whose pulls give chunks as ``ChunkBytes``."""
     made: Any = FleetStub(channel)  # type: ignore[no-untyped-call]
     made.Push = channel.stream_stream(f"/{SERVICE}/Push", serialize, pb.PushReply.FromString)
     made.Pull = channel.unary_stream(f"/{SERVICE}/Pull", pb.PullRequest.SerializeToString, deserializer(pb.PullReply))
     made.PullProxy = channel.unary_stream(f"/{SERVICE}/PullProxy", pb.ProxyRequest.SerializeToString, deserializer(pb.ProxyReply))
+    made.PullItems = channel.unary_stream(f"/{SERVICE}/PullItems", pb.ItemsRequest.SerializeToString, deserializer(pb.ItemsReply))
+    made.Share = channel.stream_stream(f"/{SERVICE}/Share", serialize, pb.ShareReply.FromString)
     return made
 
 

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from fleetddp.common.config import SecurityConfig
 from fleetddp.common.errors import Refused, Unreachable
-from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, News
+from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, News, Share
 from fleetddp.common.layout import Layout
+from fleetddp.common.open_items import Catalogue, Shared
 from fleetddp.common.transport import Parent, Sink
 from fleetddp.common.transport.uplink import Patience, Uplink
 from fleetddp.common.update import ProxyInfo, Receipt, Slice, UpdateHeader, Version
@@ -74,6 +75,18 @@ class Failover(Parent):
     def pull_proxy(self, ranges: Sequence[ByteRange], sink: Sink) -> ProxyInfo:
         """See ``Parent``."""
         return self._call(lambda parent: parent.pull_proxy(ranges, sink))
+
+    def pull_items(self, pool: int, known: int, ranges: Sequence[ByteRange], sink: Sink) -> Catalogue:
+        """See ``Parent``."""
+        return self._call(lambda parent: parent.pull_items(pool, known, ranges, sink))
+
+    def share(self, offer: Share, data: Callable[[str], bytes]) -> Shared:
+        """See ``Parent``."""
+        return self._call(lambda parent: parent.share(offer, data))
+
+    def withdraw(self, share: Share) -> int:
+        """See ``Parent``."""
+        return self._call(lambda parent: parent.withdraw(share))
 
     def push(self, header: UpdateHeader, slice: Slice, payload: memoryview) -> Receipt:
         """See ``Parent``."""

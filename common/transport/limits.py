@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Mapping
 
+from fleetddp.common.distill_config import MAX_ITEM_BYTES as MAX_ITEM_BYTES
+from fleetddp.common.distill_config import MAX_OPEN_ITEMS as MAX_OPEN_ITEMS
 from fleetddp.common.errors import Reason, Refused
 
 CHUNK_BYTES = 512 * 1024  # payload bytes in one chunk
@@ -30,6 +32,8 @@ MAX_LEAVES = 1_000_000  # members behind one region
 MAX_CODECS = 64
 MAX_STEPS = 2**31 - 1
 TENSOR_BYTES = 960 * 1024  # of a tensor's data, so that it fits one message
+MAX_OFFERED = 256  # samples named in one offer, or taken back at once
+SHARE_BYTES = 2**20  # of samples that are taken by one call, or one sample
 MAX_ROWS = 4096  # samples of one request
 MAX_AXES = 16  # dimensions of a tensor
 

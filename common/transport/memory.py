@@ -34,15 +34,18 @@ from fleetddp.common.events import (
     News,
     Offer,
     Proceed,
+    Share,
     SliceRejected,
 )
 from fleetddp.common.journal import Journal
 from fleetddp.common.layout import Layout
+from fleetddp.common.open_items import Catalogue, Shared
 from fleetddp.common.payload import Geometry
 from fleetddp.common.staging import Stream
 from fleetddp.common.telemetry import Telemetry
 from fleetddp.common.transport import MEMBER_REASONS, Parent, Sink
-from fleetddp.common.transport.limits import CHUNK_BYTES
+from fleetddp.common.transport.item_calls import desk_of, store_of
+from fleetddp.common.transport.limits import CHUNK_BYTES, SHARE_BYTES
 from fleetddp.common.update import NO_VERSION, ProxyInfo, Receipt, Slice, State, UpdateHeader, Version
 
 T = TypeVar("T")
@@ -206,6 +209,34 @@ class MemoryParent(Parent):
                     self._require_open()
                     sink(begin, memoryview(reader.read(begin, min(begin + CHUNK_BYTES, stop))))
         return shelf.info
+
+    def pull_items(self, pool: int, known: int, ranges: Sequence[ByteRange], sink: Sink) -> Catalogue:
+        """See ``Parent``."""
+        with self._turn():
+            store = store_of(self._driver)
+            catalogue = store.catalogue(pool, known, self._driver.version)
+        for start, stop in ranges:
+            for begin in range(start, stop, CHUNK_BYTES):
+                self._require_open()
+                sink(begin, memoryview(store.read(begin, min(begin + CHUNK_BYTES, stop))))
+        return catalogue
+
+    def share(self, offer: Share, data: Callable[[str], bytes]) -> Shared:
+        """See ``Parent``."""
+        with self._turn():
+            self._driver.ask(offer, Proceed)
+        desk = desk_of(self._driver)
+        found = {digest: data(digest) for digest in desk.wanted(offer, SHARE_BYTES)}
+        shared = desk.take(offer, found)
+        with self._turn():
+            self._driver.keep_items()
+        return shared
+
+    def withdraw(self, share: Share) -> int:
+        """See ``Parent``."""
+        with self._turn():
+            self._driver.ask(share, Proceed)
+        return desk_of(self._driver).withdraw(share.of, share.digests)
 
     def push(self, header: UpdateHeader, slice: Slice, payload: memoryview) -> Receipt:
         """See ``Parent``. There is no network to lose a chunk, so a refusal that a retry can mend is raised at once."""

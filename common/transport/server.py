@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -25,10 +25,10 @@ from fleetddp.common import security
 from fleetddp.common.config import FleetConfig
 from fleetddp.common.driver import Driver, Lane, answered
 from fleetddp.common.errors import REASONS, ConfigError, Reason, Refused, StorageError
-from fleetddp.common.events import Heard, Joined, Left, Offer, Proceed, Say, SliceRejected, SliceStaged
-from fleetddp.common.journal import Reader
+from fleetddp.common.events import Heard, Joined, Left, Offer, Proceed, Say, Share, SliceRejected, SliceStaged
 from fleetddp.common.staging import Stream
-from fleetddp.common.transport import chunks, limits, offers, wire
+from fleetddp.common.transport import chunks, items, limits, offers, wire
+from fleetddp.common.transport.item_calls import ItemCalls, store_of
 from fleetddp.common.transport.tracks import Tracks
 from fleetddp.common.update import NO_VERSION, Interval, Receipt, State
 from fleetddp.protos import fleet_pb2 as pb
@@ -55,6 +55,14 @@ _OPTIONS = [
 ]
 
 _log = logging.getLogger(__name__)
+
+
+class Readable(Protocol):
+    """What bytes are sent from."""
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes [start, stop)."""
+        ...
 
 
 class LoopHost:
@@ -101,6 +109,7 @@ class Server:
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(BYTE_THREADS, thread_name_prefix="fleet-bytes")
+        self._items = ItemCalls()
         self._server = grpc.aio.server(options=_OPTIONS)
         self._server.add_generic_rpc_handlers((self._handlers(),))
 
@@ -123,6 +132,7 @@ class Server:
         """Take no new calls; those open may end within ``grace`` seconds."""
         await self._server.stop(grace)
         await self._loop.run_in_executor(None, self._threads.shutdown)
+        await self._loop.run_in_executor(None, self._items.close)
 
     def _handlers(self) -> Any:
         unary, download, both = (
@@ -138,6 +148,9 @@ class Server:
             "GetLayout": (unary, self._layout, pb.LayoutRequest.FromString),
             "Pull": (download, self._pull, pb.PullRequest.FromString),
             "PullProxy": (download, self._pull_proxy, pb.ProxyRequest.FromString),
+            "PullItems": (download, self._pull_items, pb.ItemsRequest.FromString),
+            "Share": (both, self._share, chunks.deserializer(pb.ShareRequest)),
+            "Withdraw": (unary, self._withdraw, pb.WithdrawRequest.FromString),
             "Push": (both, self._push, chunks.deserializer(pb.PushRequest)),
             "Watch": (download, self._watch, pb.WatchRequest.FromString),
         }
@@ -260,7 +273,24 @@ class Server:
         finally:
             reader.close()
 
-    async def _send(self, reader: Reader, ranges: tuple[Interval, ...], context: Any, driver: Driver) -> None:
+    async def _pull_items(self, request: pb.ItemsRequest, context: Any) -> None:
+        driver, ask = self._admit(items.unpack_items_ask, request, context)
+        store = store_of(driver)
+        catalogue = await self._off_loop(store.catalogue, ask.pool, ask.known, driver.version)
+        await context.write(pb.ItemsReply(items=items.pack_catalogue(catalogue)))
+        if ask.ranges and ask.pool != catalogue.pool:
+            raise Refused(Reason.ITEM_GONE, f"the items asked for are of another pool than {catalogue.pool}")
+        await self._send(store, ask.ranges, context, driver)
+
+    async def _share(self, requests: Any, context: Any) -> None:
+        driver, offer = self._admit(_unpack_offer, await context.read(), context)
+        await self._items.share(driver, offer, context)
+
+    async def _withdraw(self, request: pb.WithdrawRequest, context: Any) -> pb.WithdrawReply:
+        driver, share = self._admit(items.unpack_withdraw, request, context)
+        return await self._items.withdraw(driver, share)
+
+    async def _send(self, reader: Readable, ranges: tuple[Interval, ...], context: Any, driver: Driver) -> None:
         """The bytes of ``ranges``; the next chunk is read while one is sent."""
         reading: asyncio.Future[bytes] | None = None
         try:
@@ -381,8 +411,8 @@ def _resolve(future: asyncio.Future[T], outcome: T | Exception) -> None:
 
 
 def _track_of(request: Any) -> str:
-    """That a message names; of a push its header."""
-    return limits.run(request.header.track if isinstance(request, pb.PushRequest) else request.track, "track")
+    """That a message names; of a stream its header."""
+    return limits.run(request.header.track if isinstance(request, (pb.PushRequest, pb.ShareRequest)) else request.track, "track")
 
 
 def _unpack_first(request: Any) -> Offer:
@@ -404,5 +434,11 @@ def _cut(ranges: Iterable[Interval]) -> Iterator[Interval]:
             yield begin, min(begin + limits.CHUNK_BYTES, stop)
 
 
-def _read_chunk(reader: Reader, start: int, stop: int) -> bytes:
+def _unpack_offer(request: Any) -> Share:
+    if not isinstance(request, pb.ShareRequest) or not request.HasField("header"):
+        raise Refused(Reason.MALFORMED, "an offer of samples begins with a header")
+    return items.unpack_share(request.header)
+
+
+def _read_chunk(reader: Readable, start: int, stop: int) -> bytes:
     return chunks.pack(start, reader.read(start, stop))

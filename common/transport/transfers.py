@@ -227,9 +227,12 @@ class PushAttempt:
         self._held.put(None)
 
 
-def deliver(
-    transfer: PullTransfer | ProxyTransfer, ranges: Sequence[ByteRange], sink: Sink, chunk: ChunkBytes, what: str
-) -> None:
+class _Delivering(Protocol):
+    done: int
+    moved_at: float
+
+
+def deliver(transfer: _Delivering, ranges: Sequence[ByteRange], sink: Sink, chunk: ChunkBytes, what: str) -> None:
     """Give the next bytes of ``ranges`` to the sink; ``Refused`` where they are not those due, or damaged."""
     offset, crc, data = chunk
     start, stop = next(iter(skip(ranges, transfer.done)), (0, 0))

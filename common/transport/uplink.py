@@ -20,12 +20,14 @@ import grpc
 from fleetddp.common import fork
 from fleetddp.common.config import SecurityConfig
 from fleetddp.common.errors import FleetError, Reason, Refused, Unreachable
-from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, News, Offer
+from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, News, Offer, Share
 from fleetddp.common.layout import Layout
+from fleetddp.common.open_items import Catalogue, Shared
 from fleetddp.common.payload import Geometry
 from fleetddp.common.security import channel_credentials, check_plaintext, explain
-from fleetddp.common.transport import MEMBER_REASONS, Sink, chunks, limits, offers, wire
+from fleetddp.common.transport import MEMBER_REASONS, Sink, chunks, items, limits, offers, wire
 from fleetddp.common.transport.backoff import Backoff
+from fleetddp.common.transport.items import ItemsTransfer, ShareAttempt
 from fleetddp.common.transport.transfers import ProxyTransfer, PullTransfer, PushTransfer, StallWatch, Transfer
 from fleetddp.common.update import Kind, ProxyInfo, Receipt, Slice, State, UpdateHeader, Version
 from fleetddp.protos import fleet_pb2 as pb
@@ -157,6 +159,36 @@ class Uplink:
         assert transfer.info is not None  # it is complete
         return transfer.info
 
+    def pull_items(self, pool: int, known: int, ranges: Sequence[ByteRange], sink: Sink) -> Catalogue:
+        """What changed of the open items; byte ranges of them (none: nothing) go to ``sink``. See ``open_items.bring``."""
+        transfer = ItemsTransfer(self._node, pool, known, ranges, sink)
+        self._persist(transfer, lambda: self._pull_once(transfer))
+        assert transfer.info is not None  # it is complete
+        return transfer.info
+
+    def share(self, offer: Share, data: Callable[[str], bytes]) -> Shared:
+        """Offer samples, and send what is wanted of them. A single attempt: what arrived is known the next time."""
+        link = self._current()
+        attempt = ShareAttempt(items.pack_share(offer), data)
+        attempt.header.track = self._track
+        call = self._open(link, "Share", attempt.requests())
+        with StallWatch(call.cancel, self._patience.stall_s) as attempt.watch:
+            try:
+                for reply in call:
+                    shared = attempt.take(reply)
+                    if shared is not None:
+                        return shared
+            except grpc.RpcError as error:
+                raise self._broken(link, attempt.watch, error) from None
+            finally:
+                attempt.end()
+                call.cancel()
+        raise Unreachable(f"{self.address} ended an offer of samples without an answer")
+
+    def withdraw(self, share: Share) -> int:
+        """Take back what was shared. A single attempt."""
+        return int(self._ask("Withdraw", items.pack_withdraw(share), self._patience.give_up_s).erased)
+
     def push(self, header: UpdateHeader, slice: Slice, payload: memoryview) -> Receipt:
         """Send one stream of an update; returns when the update is accepted, settled or refused (see ``Parent``).
 
@@ -192,7 +224,7 @@ class Uplink:
         request.track = self._track
         return request
 
-    def _pull_once(self, transfer: PullTransfer | ProxyTransfer) -> None:
+    def _pull_once(self, transfer: PullTransfer | ProxyTransfer | ItemsTransfer) -> None:
         link = self._current()
         call = self._open(link, transfer.method, self._of_track(transfer.request()))
         with StallWatch(call.cancel, self._patience.stall_s) as watch:

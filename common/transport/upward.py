@@ -13,6 +13,7 @@ from fleetddp.common.layout import Layout
 from fleetddp.common.recovered import RecoveredRegion
 from fleetddp.common.region_assembly import fetch
 from fleetddp.common.region_driver import Above
+from fleetddp.common.region_items import RegionItems
 from fleetddp.common.region_journal import RegionJournal
 from fleetddp.common.transport import Parent
 from fleetddp.common.transport.limits import MAX_IDS
@@ -39,7 +40,9 @@ class Upward(Above):
         run: str,
         tell: Callable[[Event], None],
         call: Callable[[Callable[[], None]], None],
+        items: RegionItems | None = None,
     ) -> None:
+        self._items = items
         self._parent, self._journal, self._tell, self._call = parent, journal, tell, call
         self._node, self._incarnation = entered.node, entered.incarnation
         self._asked: tuple[UpdateId, ...] = ()
@@ -75,7 +78,7 @@ class Upward(Above):
 
     def fetch(self, version: int, done: Done[tuple[Version, Layout]]) -> None:
         """See ``Above``."""
-        self._submit(lambda: fetch(self._parent, version, self._journal), done)
+        self._submit(lambda: fetch(self._parent, version, self._journal, self._items), done)
 
     def ask(self, ids: tuple[UpdateId, ...]) -> None:
         """See ``Above``: with the next heartbeats."""

@@ -1,10 +1,10 @@
 """A class that appears only after deployment is learnt by both models: hard samples, few of them labelled late, and distillation.
 
-Run: python tests/bench/closed_loop.py [--versions 16] [--seed 0]; under a minute. A convolutional network (the cloud's) and two
-perceptrons (the edges') are trained on the digits 0 to 8. Then a stream of all ten comes to the edges, each behind a ``Cascade``
-calibrated to send 20 % of what it knows to the cloud; what it finds hard is kept in its reservoir, and a label source knows a
-fifth of that an hour later (on a virtual clock). The hard samples are the proxy set of a new track, over which cloud and edges go
-on learning: the edges from their data and the labels that came, the cloud from its data and what the edges say.
+Run: python tests/bench/closed_loop.py [--versions 24] [--seed 0]; under a minute. A convolutional network (the cloud's) and two
+perceptrons (the edges') were trained on the digits 0 to 8, and teach each other in a track of soft labels on a hundred of these.
+Then a stream of all ten comes to the edges, each behind a ``Cascade`` calibrated to send 20 % of what it knows to the cloud. What
+an edge finds hard is kept in its reservoir, and, as the fleet file permits it, shared: the next versions of the same track are
+labelled on it. A label source knows a fifth of it an hour later (on a virtual clock). Nobody else does anything.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from helpers.one_rank import process_group
 
 from fleetddp.cloud import Distillation
 from fleetddp.common.clock import SystemClock, VirtualClock
-from fleetddp.common.inference_config import CascadeConfig, HardSamplesConfig
-from fleetddp.common.predictor import Prediction
+from fleetddp.common.config import FleetConfig
+from fleetddp.common.predictor import ModulePredictor, Prediction, Served
+from fleetddp.common.proxy import ProxySet
 from fleetddp.common.transport.memory import MemoryFleet
 from fleetddp.common.update import NO_VERSION
 from fleetddp.edge.cascade import Cascade, calibrate
-from fleetddp.edge.closed_loop import proxy_from, with_labelled
 from fleetddp.edge.distilled import DistilledNode
 from fleetddp.edge.hardness import RULES
-from fleetddp.edge.reservoir import HardSamples, Reservoir, digest_of
+from fleetddp.edge.reservoir import Reservoir, digest_of
 from fleetddp.edge.tasks.digits import read_images
 from fleetddp.edge.tasks.unlike_digits import UnlikeDigits
 
@@ -47,7 +47,10 @@ NEW = 9
 KNOWN = tuple(digit for digit in range(10) if digit != NEW)
 EDGES = ("edge-1", "edge-2")
 SEES = {"site": KNOWN, **dict.fromkeys(EDGES, KNOWN)}
-CASCADE = CascadeConfig(offload_rate=0.2)
+CASCADE = {"rule": "margin", "offload_rate": 0.2}
+SHIPPED = 100  # items of the proxy set, of known classes
+ROOM = 400  # for hard samples
+BEFORE = 2  # versions, before the stream comes
 STEPS = 20  # of a member, for a version
 HOUR_S = 3600.0
 
@@ -92,65 +95,101 @@ def trained(role: Any, member: str, seed: int, epochs: int) -> nn.Module:
     return model.eval()
 
 
-def deployed(folder: Path, edge: nn.Module, cloud: nn.Module, known: Tensor, stream: Tensor, seed: int) -> HardSamples:
-    """What one edge has kept of its stream, labels included."""
-    with torch.no_grad():
-        threshold = calibrate(CASCADE, edge, known).threshold
-    kept = HardSamplesConfig(consent=True, retention_hours=24.0, label_share=0.2, label_after_s=HOUR_S)
-    truth = {digest_of(image): int(label) for image, label in zip(*read_images(), strict=True)}
-    clock = VirtualClock()
-    with Reservoir(folder, kept, seed=seed, clock=clock) as reservoir:
-        cascade = Cascade(edge, InProcess(cloud), hard=RULES[CASCADE.rule], threshold=threshold, on_hard=reservoir.add)
+class Device:
+    """One edge: it answers, keeps what it finds hard, and trains on it."""
+
+    def __init__(
+        self, name: str, config: FleetConfig, fleet: MemoryFleet, proxy: ProxySet, model: nn.Module, known: Tensor
+    ) -> None:
+        truth = {digest_of(image): int(label) for image, label in zip(*read_images(), strict=True)}
+        self.clock = VirtualClock()
+        self.reservoir = Reservoir(config.cascade.hard_samples.state / name, config.cascade.hard_samples, clock=self.clock)
+        self.served = Served()
+        self.served.offer(ModulePredictor(copy.deepcopy(model)), 0)
+        self.threshold = calibrate(config.cascade, self.served, known).threshold
+        self.node = DistilledNode(
+            config,
+            Deployed("edge", config.seed, model),
+            fleet.parent(),
+            name=name,
+            proxy=proxy,
+            reservoir=self.reservoir,
+            label_source=lambda sample: truth[digest_of(sample)],
+            served=self.served,
+        )
+        self.thread = threading.Thread(target=self.node.run, daemon=True)
+        self.thread.start()
+
+    def meet(self, stream: Tensor, cloud: nn.Module) -> None:
+        """A stream of samples comes; an hour later somebody knows what they are."""
+        hard = RULES[CASCADE["rule"]]
+        cascade = Cascade(
+            self.served, InProcess(cloud), hard=hard, threshold=self.threshold, on_hard=self.reservoir.add, deadline_s=10.0
+        )
         for batch in stream.split(16):
             cascade(batch)
-        clock.advance(HOUR_S + 1)
-        reservoir.ask(lambda sample: truth[digest_of(sample)])
-        return reservoir.snapshot()
+        self.clock.advance(HOUR_S + 1)
 
 
-def learn(
-    folder: Path, versions: int, seed: int, models: dict[str, nn.Module], kept: dict[str, HardSamples]
-) -> dict[str, nn.Module]:
-    """Cloud and edges go on, over a track of soft labels of the hard samples; returns their models."""
-    proxy = proxy_from(kept.values(), name="hard-1", classes=10)
-    config = fleet_config(
+def fleet_of(folder: Path, versions: int, seed: int, proxy: ProxySet) -> FleetConfig:
+    """The fleet file of the one track."""
+    room = {"items": ROOM, "retention_hours": 24.0, "shape": [64]}
+    named = {"name": proxy.name, "classes": 10, "items": len(proxy), "digest": proxy.digest, "by_tier": True, "open": room}
+    kept = {"consent": True, "retention_hours": 24.0, "share": True, "label_share": 0.2, "label_after_s": HOUR_S}
+    return fleet_config(
         folder,
         kind="logits",
         publish="prob16",
-        proxy={"name": proxy.name, "classes": 10, "items": len(proxy), "digest": proxy.digest, "by_tier": True},
-        distill={"label_items": 100, "pull_items": 200, "learn_from": "all"},
+        proxy=named,
+        distill={"label_items": 200, "pull_items": 400, "learn_from": "all", "batch_items": 64},
         window={"preset": "semi_sync", "quorum": 1 + len(EDGES), "require": ["site"], "deadline_s": 20.0},
         site={"sync_every": STEPS},
         edge={"steps": STEPS, "state": str(folder / "edges")},
-        until={"versions": versions},
+        cascade={**CASCADE, "hard_samples": {**kept, "state": str(folder / "hard")}},
+        until={"versions": BEFORE + versions},
         seed=seed,
     )
+
+
+def run(folder: Path, versions: int, seed: int, models: Models) -> tuple[Models, dict[str, Device], dict[str, Any]]:
+    """The run: the fleet as it is, for ``BEFORE`` versions; the stream; ``versions`` more. What they have learnt."""
+    task = UnlikeDigits("edge", SEES, seed=seed)
+    images, labels = task.test.tensors
+    truth = {digest_of(image): int(label) for image, label in zip(*read_images(), strict=True)}
+    unlabelled = task.proxy()
+    is_known = torch.tensor([truth[digest_of(image)] != NEW for image in unlabelled])
+    shipped = is_known.nonzero().flatten()[:SHIPPED]
+    proxy = ProxySet("known", 10, unlabelled[shipped])
+    stream = unlabelled[torch.tensor([i for i in range(len(unlabelled)) if i not in set(shipped.tolist())])]
+    config = fleet_of(folder, versions, seed, proxy)
     fleet = MemoryFleet(config, SystemClock())
-    nodes, threads = {}, []
-    for name in EDGES:
-        task = with_labelled(Deployed("edge", seed, models[name]), kept[name])
-        nodes[name] = DistilledNode(config, task, fleet.parent(), name=name, proxy=proxy)
-        threads.append(threading.Thread(target=nodes[name].run, daemon=True))
-        threads[-1].start()
+    devices = {name: Device(name, config, fleet, proxy, models[name], images[labels != NEW]) for name in EDGES}
     with process_group():
-        task = Deployed("cloud", seed, models["site"])
-        model = DistributedDataParallel(task.model())
-        teacher = Distillation(model, config, proxy=proxy, coordinator=lambda node: fleet.parent(), site="site")
-        optimizer = task.optimizer(model.parameters())
-        loader = DataLoader(task.data("site", 0, 1), 32, shuffle=True)
-        deadline = time.monotonic() + 120
-        while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+        cloud = Deployed("cloud", seed, models["site"])
+        model = DistributedDataParallel(cloud.model())
+        teacher = Distillation(
+            model, config, proxy=proxy, coordinator=lambda node: fleet.parent(), site="site", folder=folder / "site"
+        )
+        optimizer = cloud.optimizer(model.parameters())
+        loader = DataLoader(cloud.data("site", 0, 1), 32, shuffle=True)
+        met, deadline = False, time.monotonic() + 120
+        while any(device.thread.is_alive() for device in devices.values()) and time.monotonic() < deadline:
             for batch in loader:
                 teacher.step()
                 optimizer.zero_grad()
                 with model.no_sync():
-                    task.loss(model, batch).backward()  # type: ignore[no-untyped-call]
-                indices = teacher.draw(32)
+                    cloud.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+                indices = teacher.draw(64)
                 teacher.loss(teacher.outputs(indices), indices).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
+            if not met and teacher.version >= BEFORE:
+                met = True
+                for place, device in enumerate(devices.values()):
+                    device.meet(stream[place :: len(EDGES)], copy.deepcopy(model.module))
         teacher.close()
+    status = fleet.parent().status()
     fleet.stop()
-    return {"site": model.module, **{name: node.model for name, node in nodes.items()}}
+    return {"site": model.module, **{name: device.node.model for name, device in devices.items()}}, devices, status
 
 
 def figures_of(cloud: list[float], edges: list[list[float]]) -> dict[str, float]:
@@ -166,23 +205,19 @@ def figures_of(cloud: list[float], edges: list[list[float]]) -> dict[str, float]
 def main() -> None:
     """Print the table, then the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--versions", type=int, default=16)
+    parser.add_argument("--versions", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     began, seed = time.perf_counter(), arguments.seed
     task = UnlikeDigits("edge", SEES, seed=seed)
     models = {"site": trained("cloud", "site", seed, 12), **{name: trained("edge", name, seed, 25) for name in EDGES}}
-    images, labels = task.test.tensors
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        kept = {
-            name: deployed(
-                root / name, models[name], models["site"], images[labels != NEW], task.proxy()[place :: len(EDGES)], seed
-            )
-            for place, name in enumerate(EDGES)
-        }
-        after = learn(root, arguments.versions, seed, models, kept)
+        after, devices, status = run(Path(folder), arguments.versions, seed, models)
+        kept = {name: device.reservoir.snapshot() for name, device in devices.items()}
+        for device in devices.values():
+            device.reservoir.close()
+    print(f"version {status['version']}; {status['open_items']['held']} hard samples are items of the proxy set")
     print(f"{'member':8}{'kept':>6}{'labelled':>10}{'of ' + str(NEW):>6}{'before':>16}{'after':>16}   (all classes, class {NEW})")
     rows: dict[str, list[float]] = {}
     for name, model in after.items():

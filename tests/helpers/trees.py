@@ -22,7 +22,8 @@ from fleetddp.common.journal import Journal
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry, bytes_of
 from fleetddp.common.publish import Publisher
-from fleetddp.common.region_assembly import assemble_region, fetch
+from fleetddp.common.region_assembly import assemble_region, fetch, open_region_items
+from fleetddp.common.region_items import RegionItems
 from fleetddp.common.region_journal import RegionJournal
 from fleetddp.common.telemetry import Telemetry
 from fleetddp.common.transport import Parent
@@ -47,6 +48,7 @@ class InlineAbove:
         self.pushed: list[Update] = []
         self.on_push: Callable[[UpdateId, bytes], None] = lambda update_id, payload: None
         self.feed: Callable[[Event], object] = lambda event: None
+        self.items: RegionItems | None = None
 
     def push(self, update: Update, payload: Callable[[], bytes], done: Callable[[Any], None]) -> None:
         begun = self.clock.now()
@@ -64,7 +66,7 @@ class InlineAbove:
     def fetch(self, version: int, done: Callable[[Any], None]) -> None:
         try:
             self._reach()
-            found = fetch(self.parent, version, self.journal)
+            found = fetch(self.parent, version, self.journal, self.items)
         except FleetError as error:
             done(error)
         else:
@@ -126,7 +128,10 @@ class MemoryRegion(MemoryFleet):
     def _assemble(self, config: FleetConfig, clock: Clock) -> Driver:
         journal = self.above.journal
         entered = journal.enter(self.node)
-        driver = assemble_region(config, journal, entered, self.above, clock=clock, host=self._host, telemetry=Telemetry())
+        items = self.above.items = open_region_items(config, journal, entered, self.above.parent, clock)
+        driver = assemble_region(
+            config, journal, entered, self.above, clock=clock, host=self._host, telemetry=Telemetry(), items=items
+        )
         self.above.incarnation = entered.incarnation
         self.above.feed = driver.handle
         return driver

@@ -511,7 +511,7 @@ def test_buffers_travel_in_the_payload(tmp_path: Path, dial: Any) -> None:
 def test_every_method_of_the_service_is_served(fleet: RunningCoordinator, dial: Any) -> None:
     member = dial(fleet, "site")
     methods = pb.DESCRIPTOR.services_by_name["Fleet"].methods
-    assert len(methods) == 9
+    assert len(methods) == 12
     for method in methods:
         call = member.channel.stream_stream(f"/fleetddp.v1.Fleet/{method.name}")
         answer = call(iter([b""]), timeout=WAIT_S)

@@ -23,6 +23,6 @@ def test_each_rule_is_complete(reason: Reason) -> None:
 
 def test_a_refusal_says_what_and_who() -> None:
     error = Refused(Reason.NOT_FINITE, "element 3 is nan")
-    assert str(error) == "NOT_FINITE: element 3 is nan (the member: its training diverged; it drops the update)"
+    assert str(error) == "NOT_FINITE: element 3 is nan (the member drops it: its training diverged, or a sample is none)"
     assert not error.retry
     assert error.status == "INVALID_ARGUMENT"

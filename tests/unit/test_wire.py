@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 import fleetddp.protos
 from fleetddp.common import codecs
 from fleetddp.common.errors import REASONS, Reason, Refused
-from fleetddp.common.events import Heard, Heartbeat, Join, Joined, Leave, News, Offer
-from fleetddp.common.transport import chunks, limits, offers, wire
+from fleetddp.common.events import Heard, Heartbeat, Join, Joined, Leave, News, Offer, Share
+from fleetddp.common.open_items import NEVER, Catalogue, OpenItem, Shared
+from fleetddp.common.transport import chunks, items, limits, offers, wire
 from fleetddp.common.update import Group, Kind, ProxyInfo, Receipt, Slice, State, Tier, UpdateHeader, UpdateId, Version
 from fleetddp.protos import fleet_pb2 as pb
 
@@ -81,6 +82,12 @@ LABELS = Offer(
     run="demo",
 )  # fmt: skip
 PROXY = ProxyInfo("digits", FINGERPRINT, 70000)
+CATALOGUE = Catalogue(
+    pool=77, version=6, shape=(1, 8), whole=True, gone=(1,),
+    items=(OpenItem(0, FINGERPRINT, 4, NEVER, 1.5e9), OpenItem(1, FINGERPRINT[::-1], 5, 7, 2.0)),
+)  # fmt: skip
+SHARE = Share(node="gw", incarnation=9, of="pi", run="demo", shape=(64,), digests=(FINGERPRINT, FINGERPRINT[::-1]))
+WITHDRAW = Share(node="pi", incarnation=9, of="pi", digests=(FINGERPRINT,), takes_back=True)
 INIT = Offer(
     header=UpdateHeader(
         update_id=UpdateId("site", 1, 0), kind=Kind.INIT, tier=Tier.SITE, base_version=-1, codec="float32", layout=FINGERPRINT,
@@ -102,6 +109,10 @@ PAIRS: dict[str, tuple[Any, Callable[[Any], Message], Callable[[Any], Any]]] = {
     "init": (INIT, offers.pack, offers.unpack),
     "logits": (LABELS, offers.pack, offers.unpack),
     "proxy": (PROXY, wire.pack_proxy, wire.unpack_proxy),
+    "catalogue": (CATALOGUE, items.pack_catalogue, items.unpack_catalogue),
+    "share": (SHARE, items.pack_share, items.unpack_share),
+    "withdraw": (WITHDRAW, items.pack_withdraw, items.unpack_withdraw),
+    "shared": (Shared((FINGERPRINT,), 3), items.pack_shared, lambda message: items.unpack_shared(message.shared)),
 }
 
 
@@ -151,6 +162,18 @@ RANGES = [pb.Range(start=2 * i, stop=2 * i + 1) for i in range(limits.MAX_RANGES
 GROUP = offers.pack(PARTIAL).groups[0]
 
 BROKEN: list[tuple[str, dict[str, Any], Reason]] = [
+    ("catalogue", {"pool": 0}, Reason.MALFORMED),
+    ("catalogue", {"shape": [0]}, Reason.MALFORMED),
+    ("catalogue", {"gone": [limits.MAX_OPEN_ITEMS]}, Reason.MALFORMED),
+    ("catalogue", {"items": [pb.OpenItem(digest=bytes(31))]}, Reason.MALFORMED),
+    ("catalogue", {"items": [pb.OpenItem(digest=bytes(32), expires_at=math.nan)]}, Reason.MALFORMED),
+    ("catalogue", {"items": [pb.OpenItem(digest=bytes(32))] * (limits.MAX_OPEN_ITEMS + 1)}, Reason.MALFORMED),
+    ("share", {"of": ""}, Reason.MALFORMED),
+    ("share", {"digests": [bytes(33)]}, Reason.MALFORMED),
+    ("share", {"digests": [bytes(32)] * 2}, Reason.MALFORMED),
+    ("share", {"digests": [bytes([i // 256, i % 256, *bytes(30)]) for i in range(limits.MAX_OFFERED + 1)]}, Reason.MALFORMED),
+    ("share", {"shape": [1] * (limits.MAX_AXES + 1)}, Reason.MALFORMED),
+    ("withdraw", {"incarnation": 2**63}, Reason.MALFORMED),
     ("join", {"node": ""}, Reason.MALFORMED),
     ("join", {"node": "n" * 65}, Reason.MALFORMED),
     ("join", {"node": "a/b"}, Reason.MALFORMED),
@@ -352,6 +375,13 @@ MESSAGES: dict[str, bytes] = {
     "PushRequest(header:logits)": pb.PushRequest(header=offers.pack(LABELS)).SerializeToString(),
     "ProxyRequest": wire.pack_proxy_ask("edge-1", ((65536, 70000),)).SerializeToString(),
     "ProxyReply(proxy)": pb.ProxyReply(proxy=wire.pack_proxy(PROXY)).SerializeToString(),
+    "ItemsRequest": items.pack_items_ask("edge-1", 77, 5, ((256, 512),)).SerializeToString(),
+    "ItemsReply(items)": pb.ItemsReply(items=items.pack_catalogue(CATALOGUE)).SerializeToString(),
+    "ShareRequest(header)": pb.ShareRequest(header=items.pack_share(SHARE)).SerializeToString(),
+    "ShareReply(wanted)": items.pack_wanted((FINGERPRINT,)).SerializeToString(),
+    "ShareReply(shared)": items.pack_shared(Shared((FINGERPRINT,), 3)).SerializeToString(),
+    "WithdrawRequest": items.pack_withdraw(WITHDRAW).SerializeToString(),
+    "WithdrawReply": pb.WithdrawReply(erased=2).SerializeToString(),
     "PushRequest(chunk)": chunks.pack(512, b"fleet"),
     "PushReply(held)": pb.PushReply(held=pb.Held(bytes=1536)).SerializeToString(),
     "PushReply(receipt)": pb.PushReply(receipt=wire.pack_receipt(RECEIPT)).SerializeToString(),
