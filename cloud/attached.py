@@ -30,7 +30,7 @@ def attach(
     module: nn.Module,
     optimizer: Optimizers = None,
     *,
-    coordinator: str | Connect | None = None,
+    coordinator: str | Sequence[str] | Connect | None = None,
     site: str | None = None,
     tier: str = "site",
     track: str | None = None,

@@ -11,7 +11,7 @@ import queue
 import random
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
@@ -77,14 +77,19 @@ class Landed:
 class Courier:
     """Carries parcels and runs errands in the order given; ``bell`` rings after each.
 
+    ``keeps``: parcels are kept after they were answered, until ``forget``, so that they can be carried to another parent.
     The ``take_...`` methods are for the training thread.
     """
 
-    def __init__(self, parent: Parent, rendezvous: Rendezvous, bell: threading.Event | None = None) -> None:
+    def __init__(
+        self, parent: Parent, rendezvous: Rendezvous, bell: threading.Event | None = None, *, keeps: bool = False
+    ) -> None:
         self._parent = parent
         self._rendezvous, self._bell = rendezvous, bell or threading.Event()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
+        self._keeps = keeps
+        self._kept: dict[int, Callable[[], Receipt]] = {}  # by sequence: what pushes it
         self._receipt: Receipt | None = None
         self._landed: Landed | None = None
         self._published = ""  # the codec of the run's versions, once known
@@ -95,6 +100,15 @@ class Courier:
     def push(self, parcel: Parcel) -> None:
         """Send this parcel. Once it is answered, its receipt can be taken and the tally ``answered/<sequence>`` counts it."""
         self._jobs.put(lambda: self._push(parcel))
+
+    def push_again(self, sequence: int) -> None:
+        """Send a parcel that was kept once more; the tally ``answered/<sequence>`` counts it again."""
+        self._jobs.put(lambda: self._push_again(sequence))
+
+    def forget(self, but: Collection[int]) -> None:
+        """Keep no parcels but these."""
+        for sequence in set(self._kept) - set(but):
+            del self._kept[sequence]
 
     def pull(self, errand: Errand) -> None:
         """Run this errand. At its end the tally ``pulled/<number>`` counts it; so does ``gone/<number>`` if it was in vain."""
@@ -144,8 +158,12 @@ class Courier:
         payload = parcel.payload()
         digest = google_crc32c.value(np.frombuffer(payload, np.uint8))  # it takes no memoryview
         cut = Slice(intervals=parcel.intervals, samples=parcel.samples, digest=digest)
+        sequence = parcel.header.update_id.sequence
+        if self._keeps:
+            payload = memoryview(bytes(payload))  # its memory is the next update's once this one is answered
+            self._kept[sequence] = lambda: self._parent.push(parcel.header, cut, payload)
         receipt = self._persist(lambda: self._parent.push(parcel.header, cut, payload))
-        tally = f"/{parcel.header.update_id.sequence}"
+        tally = f"/{sequence}"
         if receipt.state is State.REFUSED:
             reason = Reason(receipt.reason)
             if reason not in DROPPED:
@@ -153,6 +171,17 @@ class Courier:
             self._rendezvous.report(f"refused{tally}")
         self._receipt = receipt
         self._rendezvous.report(f"answered{tally}")
+
+    def _push_again(self, sequence: int) -> None:
+        push = self._kept.get(sequence)
+        if push is not None:  # settled meanwhile
+            receipt = self._persist(push)
+            if receipt.state is State.REFUSED:
+                if Reason(receipt.reason) not in DROPPED:
+                    raise Refused(Reason(receipt.reason), receipt.message)
+                _log.warning("update %s was lost with its parent: %s %s", receipt.update_id, receipt.reason, receipt.message)
+                self._rendezvous.report(f"refused/{sequence}")
+        self._rendezvous.report(f"answered/{sequence}")
 
     def _pull(self, errand: Errand) -> None:
         try:

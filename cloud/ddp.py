@@ -22,7 +22,8 @@ class FleetDDP(Participant, DistributedDataParallel):
 
     Positional arguments after the module, and all other keywords, are ``DistributedDataParallel``'s. Ours:
 
-    ``coordinator``: HOST:PORT (default: ``FLEETDDP_COORDINATOR``), or a function that connects a node name to a ``Parent``.
+    ``coordinator``: HOST:PORT (default: ``FLEETDDP_COORDINATOR``); several, of which the next one is called when one is gone; or
+    a function that connects a node name to a ``Parent``.
     ``site``: this site's node name (default: ``FLEETDDP_NODE``, else the torchrun job's id or the host name).
     ``sync_every``, ``codec``, ``uplink``, ``wait_s``, ``overlap``, ``adopt_every``, ``fragments``, ``warmup_sync_steps``,
     ``buffers``: as in the fleet file's ``site`` section (``SiteConfig``).
@@ -42,7 +43,7 @@ class FleetDDP(Participant, DistributedDataParallel):
         self,
         module: nn.Module,
         *args: Any,
-        coordinator: str | Connect | None = None,
+        coordinator: str | Sequence[str] | Connect | None = None,
         site: str | None = None,
         sync_every: int = SiteConfig.model_fields["sync_every"].default,
         codec: str = SiteConfig.model_fields["codec"].default,

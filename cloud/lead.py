@@ -14,10 +14,11 @@ from typing import Literal
 
 from fleetddp.cloud.courier import Courier
 from fleetddp.cloud.rendezvous import SIGN_S, Order, Rendezvous, polls
+from fleetddp.cloud.unsettled import Unsettled
 from fleetddp.common.errors import FleetError, LayoutMismatch, Reason, Refused, Unreachable
 from fleetddp.common.events import Joined
 from fleetddp.common.layout import Layout
-from fleetddp.common.transport import Parent
+from fleetddp.common.transport import Parent, Roaming
 from fleetddp.common.transport.session import Session
 from fleetddp.common.update import NO_VERSION, Tier
 
@@ -33,7 +34,7 @@ class Lead:
 
     ``bell`` rings when the session or this rank's courier has something new, and cuts a pause short. ``carry``: the site trains
     on while an update travels, and keeps what it learns meanwhile when it adopts a version. ``turns``: where an update is one
-    fragment, how many ranks have a slice of each.
+    fragment, how many ranks have a slice of each. ``unsettled``: the account of a site whose parent may be another one tomorrow.
     """
 
     def __init__(
@@ -49,12 +50,18 @@ class Lead:
         bell: threading.Event | None = None,
         carry: bool = False,
         turns: Sequence[int] = (),
+        unsettled: Unsettled | None = None,
     ) -> None:
         self.session = session
         self._parent, self._rendezvous, self._courier = parent, rendezvous, courier
         self._ranks, self._pushers, self._carriers, self._carry = ranks, pushers, carriers, carry
         self._bell = bell or threading.Event()
         self._turns = tuple(turns) or (pushers,)
+        self._unsettled = unsettled
+        self._roaming = parent if isinstance(parent, Roaming) else None
+        self._address = self._roaming.address if self._roaming else ""  # of the parent that all ranks call
+        self._streams: dict[int, int] = {}  # of what is not settled, by sequence
+        self._again: set[int] = set()  # sequences that are being sent once more
         self._turn: int | None = None  # the fragment that is next
         self._answers_due = pushers  # to the last update
         self._run = ""
@@ -94,6 +101,8 @@ class Lead:
             self._base = self._sent_at = min(base, joined.version)
             self._held = awaiting
             self._max_staleness = joined.max_staleness
+            while (order := self._elsewhere()) is not None:
+                yield order
             if joined.wants_init and tier is Tier.SITE:
                 yield self._send("init")
             self._turn = turn
@@ -120,6 +129,8 @@ class Lead:
         try:
             self._raise_failure()
             self._look_for_answers()
+            while (order := self._elsewhere()) is not None:
+                yield order
             if self.session.finished:
                 yield from self._steer(None, may_push=False)
             elif (order := self._next(at_once=False)) is not None:
@@ -132,6 +143,8 @@ class Lead:
     def not_sent(self) -> None:
         """The update that was ordered last could not be made: a value was not finite."""
         self._in_flight, self._refresh = False, True
+        if self._unsettled is not None:
+            self._unsettled.over(self._sequence)
 
     # ---- one look after another -----------------------------------------------------------------------------------------------
 
@@ -145,7 +158,10 @@ class Lead:
                 self._call_the_roll(signs, waited_s)
                 roll_at = waited_s + SIGN_S
             self._look_for_answers()
-            if may_push and not (self._in_flight or self._refresh or self.session.finished):
+            if (order := self._elsewhere()) is not None:
+                yield order
+                continue
+            if may_push and self._may_send:
                 may_push = False
                 yield self._send("push")
                 continue
@@ -172,29 +188,60 @@ class Lead:
                 yield order
                 if order.dropped:  # there is nothing to send
                     return
-        if not (self._in_flight or self._refresh or self.session.finished):
+        if self._may_send:
             yield self._send("push")
+
+    @property
+    def _may_send(self) -> bool:
+        room = self._unsettled is None or self._unsettled.room
+        return room and not (self._in_flight or self._refresh or self.session.finished)
+
+    def _elsewhere(self) -> Order | None:
+        """What is to be done where the parent is another one now, or has lost an update."""
+        if self._unsettled is None:
+            return None
+        if self._roaming is not None and self._roaming.address != self._address:
+            self._address = self._roaming.address
+            return Order(do="move", address=self._address)
+        sequence = self._unsettled.next_lost()
+        if sequence is None:
+            return None
+        self._again.add(sequence)
+        return Order(do="again", number=sequence)
 
     def _send(self, do: Literal["init", "push"]) -> Order:
         self._sequence += 1
         self._sent_at = self._base
         self._in_flight = self._held = True
+        if self._unsettled is not None:
+            self._unsettled.sent(self._sequence)
         if do == "init":
-            self._answers_due = self._pushers
+            self._answers_due = self._streams[self._sequence] = self._pushers
             return Order(do=do, number=self._sequence)
         # Members at one version begin with the same fragment, so that windows hold what all have learnt of one.
         fragment = (max(self._base, 0) if self._turn is None else self._turn) % len(self._turns)
         self._turn = fragment + 1
-        self._answers_due = self._turns[fragment]
+        self._answers_due = self._streams[self._sequence] = self._turns[fragment]
         return Order(do=do, number=self._sequence, fragment=fragment)
 
     def _look_for_answers(self) -> None:
-        answered, refused = f"answered/{self._sequence}", f"refused/{self._sequence}"
-        if not self._in_flight or self._rendezvous.tally(answered) < self._answers_due:
-            return
-        self._in_flight = False
-        self._refresh = self._refresh or (self._held and self._rendezvous.tally(refused) > 0)
-        self._rendezvous.drop(answered, refused)
+        for sequence in tuple(self._again):
+            if self._answered(sequence, self._streams[sequence]) is not None:
+                self._again.remove(sequence)
+        if self._in_flight and (refused := self._answered(self._sequence, self._answers_due)) is not None:
+            self._in_flight = False
+            self._refresh = self._refresh or (self._held and refused)
+
+    def _answered(self, sequence: int, streams: int) -> bool | None:
+        """Whether an update was refused, once all its streams are answered; None before."""
+        answered, refusals = f"answered/{sequence}", f"refused/{sequence}"
+        if self._rendezvous.tally(answered) < streams:
+            return None
+        refused = self._rendezvous.tally(refusals) > 0
+        self._rendezvous.drop(answered, refusals)
+        if self._unsettled is not None:
+            (self._unsettled.over if refused else self._unsettled.accepted)(sequence)
+        return refused
 
     def _next(self, *, at_once: bool) -> Order | None:
         """Fetch or adopt a version, if that can be done now. ``at_once``: do not wait for the fate of the last update first."""
@@ -241,7 +288,9 @@ class Lead:
         return all_done or time.monotonic() - self._finished_at > FAREWELL_S
 
     def _go(self) -> Order:
-        return Order(do="go", run=self._run, finished=self.session.finished)
+        is_open = () if self._unsettled is None else self._unsettled.sequences()
+        self._streams = {sequence: n for sequence, n in self._streams.items() if sequence in {*is_open, *self._again}}
+        return Order(do="go", run=self._run, finished=self.session.finished, open=is_open)
 
     def _raise_failure(self) -> None:
         if self.session.failure is not None:

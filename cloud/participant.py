@@ -157,7 +157,7 @@ def _batch_size(inputs: Any, kwargs: Mapping[str, Any]) -> int:
 def member_of(
     caller: str,
     *,
-    coordinator: str | Connect | None,
+    coordinator: str | Sequence[str] | Connect | None,
     site: str | None,
     tier: str,
     run: str,
@@ -171,7 +171,7 @@ def member_of(
         node=_node(caller, site),
         tier=_tier(caller, tier),
         run=run,
-        connect=_connect(caller, coordinator, security or _security_from_environment(), run, track),
+        connect=_connect(caller, coordinator, security or security_from_environment(), run, track),
         track=track,
         include=tuple(include),
     )
@@ -205,22 +205,33 @@ def _tier(caller: str, tier: str) -> Tier:
     return Tier(tier)
 
 
-def _security_from_environment() -> SecurityConfig:
+def security_from_environment() -> SecurityConfig:
+    """What ``FLEETDDP_CA``, ``_CERT``, ``_KEY`` and ``_INSECURE`` say."""
     files = {k: Path(v) for k in ("ca", "cert", "key") if (v := os.environ.get(f"FLEETDDP_{k.upper()}"))}
     return parse({"security": {**files, "insecure": os.environ.get("FLEETDDP_INSECURE") == "1"}}, source="FLEETDDP_*").security
 
 
-def _connect(caller: str, coordinator: str | Connect | None, security: SecurityConfig, run: str, track: str) -> Connect:
+def _connect(
+    caller: str, coordinator: str | Sequence[str] | Connect | None, security: SecurityConfig, run: str, track: str
+) -> Connect:
     if callable(coordinator):
         return coordinator
-    address = coordinator or os.environ.get("FLEETDDP_COORDINATOR")
-    if not address:
+    addresses = coordinator or os.environ.get("FLEETDDP_COORDINATOR")
+    if not addresses:
         raise ConfigError(f"{caller}: coordinator: give its HOST:PORT, or set FLEETDDP_COORDINATOR")
-    config = parse({"coordinator": {"address": address}}, source=caller).coordinator
+    parents = [addresses] if isinstance(addresses, str) else list(addresses)
+    configs = [parse({"coordinator": {"address": address}}, source=caller) for address in parents]
+    after_s = configs[0].members.lease_s
+    return dialer([c.coordinator.address for c in configs], security, run=run, track=track, after_s=after_s)
+
+
+def dialer(parents: Sequence[str], security: SecurityConfig, *, run: str, track: str, after_s: float) -> Connect:
+    """What connects a node to the first of ``parents``, and to the next one when one was silent for ``after_s``."""
 
     def dial(node: str) -> Parent:
-        from fleetddp.common.transport.uplink import Uplink
+        from fleetddp.common.transport.failover import connect
+        from fleetddp.common.transport.uplink import Patience
 
-        return Uplink(config.address, security, node=node, run=run, track=track)
+        return connect(parents, security, node=node, run=run, track=track, patience=Patience(), after_s=after_s)
 
     return dial

@@ -21,7 +21,7 @@ from fleetddp.common.update import NO_VERSION
 
 SIGN_S = 5.0  # between two signs of life of a rank that waits for an order
 
-Do = Literal["init", "push", "pull", "adopt", "go", "fail"]
+Do = Literal["init", "push", "again", "move", "pull", "adopt", "go", "fail"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +29,11 @@ class Order:
     """What rank 0 tells all ranks, itself included.
 
     ``init``: push your slice of the first weights, as update ``number``. ``push``: that of what you have learnt of ``fragment``.
+    ``again``: push your slice of update ``number`` once more. ``move``: ``address`` is the parent from now on.
     ``pull``: fetch your slice of ``version``: of the fragments that have changed since yours, or of all (``whole``). ``adopt``:
     gather the slices of the ``fragments`` of ``version`` and load them; what was learnt since the last update is lost if
     ``dropped``, added if ``carry``; the codec's residual is too old to be sent if ``forget``. ``go``: train on; the run is over
-    if ``finished`` says why. ``fail``: raise.
+    if ``finished`` says why; updates other than ``open`` need not be kept. ``fail``: raise.
     """
 
     do: Do
@@ -45,6 +46,8 @@ class Order:
     dropped: bool = False
     carry: bool = False
     forget: bool = False
+    address: str = ""
+    open: tuple[int, ...] = ()
     run: str = ""  # of go: the run that the site is in
     finished: str = ""
     reason: str = ""  # of fail: a Reason's value, if the parent refused
@@ -95,7 +98,7 @@ class Rendezvous:
                 self.report(f"alive/{rank}")
                 sign_at = waited_s + SIGN_S
         fields: dict[str, Any] = json.loads(self._store.get(key))
-        return Order(**{**fields, "fragments": tuple(fields["fragments"])})
+        return Order(**{**fields, "fragments": tuple(fields["fragments"]), "open": tuple(fields["open"])})
 
     def forget(self, places: range) -> None:
         """Delete these orders; every rank must have carried them out."""

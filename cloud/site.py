@@ -25,6 +25,8 @@ The boundary contract; ``tests/integration/test_site_contract.py`` has one test 
                         Pulled are the fragments that have changed; what is in no update yet of these is carried on as with
                         ``overlap``. What is dropped is dropped of all.
     synchronous start   Until version ``warmup_sync_steps`` every counted step is a boundary, and none overlaps.
+    several parents     Where the parent is gone, rank 0's session finds another, and orders all ranks there. What one has
+                        accepted is kept by each rank until it is settled; what the next does not know is pushed again.
     refused             The update is dropped, the residual before it restored, the newest version adopted. A refusal that
                         would befall every update (layout, codec, identity, ...) is raised on all ranks. A site with values
                         that are not finite sends nothing and adopts the newest version.
@@ -62,12 +64,13 @@ from fleetddp.cloud.recut import recut
 from fleetddp.cloud.rendezvous import Order, Rendezvous
 from fleetddp.cloud.roster import Member, Roster, muster
 from fleetddp.cloud.steps import StepCounter
+from fleetddp.cloud.unsettled import Unsettled
 from fleetddp.common.codecs import get
 from fleetddp.common.config import SiteConfig
 from fleetddp.common.errors import ConfigError, FleetError, Reason, Refused
 from fleetddp.common.events import Join
 from fleetddp.common.layout import Layout
-from fleetddp.common.transport import Parent
+from fleetddp.common.transport import Parent, Roaming
 from fleetddp.common.transport.session import Session
 from fleetddp.common.update import NO_VERSION, Fragment, Interval, Kind, State, UpdateHeader, UpdateId
 
@@ -110,6 +113,7 @@ class Site:
         self._restored: tuple[Mapping[str, Any], Mapping[str, Any] | None] | None = None
         self._session: Session | None = None  # rank 0's
         self._lead: Lead | None = None  # rank 0's
+        self._parent: Parent | None = None  # a carrier's
         self._courier: Courier | None = None
         self._place = 0  # of the next order
         self._forgotten = 0  # orders before this one are no longer in the store
@@ -214,9 +218,11 @@ class Site:
     def _enter(self, roster: Roster) -> None:
         rank = self._group.rank()
         if rank in roster.carriers:
-            parent = self._member.connect(roster.node)
-            bell = threading.Event()
-            self._courier = Courier(parent, self._rendezvous.clone(), bell)
+            parent = self._parent = self._member.connect(roster.node)
+            bell, several = threading.Event(), isinstance(parent, Roaming)
+            if isinstance(parent, Roaming) and rank:
+                parent.stay()
+            self._courier = Courier(parent, self._rendezvous.clone(), bell, keeps=several)
             if rank == 0:
                 self._lead = self._appoint(parent, self._courier, bell, carriers=len(roster.carriers))
         base, run = (NO_VERSION, "") if self._restored is None else (self._restored[0]["version"], self._restored[0]["run"])
@@ -236,7 +242,8 @@ class Site:
             run=self._member.run,
             layout=self.layout.fingerprint,
         )
-        self._session = Session(parent, join, bell=bell)
+        unsettled = Unsettled(self._node, self._incarnation)
+        self._session = Session(parent, join, open_updates=unsettled.open, on_receipt=unsettled.take, bell=bell)
         self._session.start()
         ranks, pushers = self._group.size(), sum(map(bool, self._exchange.shares))
         return Lead(
@@ -248,6 +255,7 @@ class Site:
             pushers=pushers,
             carriers=carriers,
             bell=bell,
+            unsettled=unsettled if isinstance(parent, Roaming) else None,
             carry=self._config.overlap == "steps" or self._config.fragments > 1,
             turns=[len(self._exchange.pushers(fragment)) for fragment in range(self._config.fragments)],
         )
@@ -314,6 +322,12 @@ class Site:
                 self._push(self._header(Kind.INIT, "float32", order.number), 1.0, lambda: initial, self._exchange.intervals)
             case "push":
                 self._push_progress(order.number, order.fragment)
+            case "again":
+                if self._courier is not None:
+                    self._courier.push_again(order.number)
+            case "move":
+                if isinstance(self._parent, Roaming):
+                    self._parent.go_to(order.address)
             case "pull":
                 self._pull(order)
             case "adopt":
@@ -321,6 +335,8 @@ class Site:
             case "go":
                 self._run = order.run
                 self._exchange.train_on()
+                if self._courier is not None:
+                    self._courier.forget(order.open)
                 if order.finished:
                     self._finish(order.finished)
             case "fail":

@@ -32,6 +32,7 @@ from fleetddp.cloud.checkpoint import Checkpoint
 from fleetddp.cloud.collective import tell_all
 from fleetddp.cloud.ddp import FleetDDP
 from fleetddp.cloud.distill import Distillation
+from fleetddp.cloud.participant import Connect, dialer, security_from_environment
 from fleetddp.cloud.rate import LearningRate, scale
 from fleetddp.cloud.roster import own_name
 from fleetddp.cloud.sampler import EpochSampler, portion
@@ -102,7 +103,7 @@ class Trainer:
         return FleetDDP(
             module,
             device_ids=[self._device] if self._device.type == "cuda" else None,
-            coordinator=os.environ.get("FLEETDDP_COORDINATOR", config.coordinator.address),
+            coordinator=self._coordinator(),
             site=node,
             sync_every=site.sync_every,
             codec=site.codec,
@@ -120,6 +121,15 @@ class Trainer:
             run=config.run,
             security=None if config.security == SecurityConfig() else config.security,
         )
+
+    def _coordinator(self) -> str | Connect:
+        """``FLEETDDP_COORDINATOR``, or else one of ``site.parents``, or else the coordinator's address."""
+        config, given = self._config, os.environ.get("FLEETDDP_COORDINATOR")
+        parents = config.site.parents
+        if given or not parents:
+            return given or config.coordinator.address
+        security = security_from_environment() if config.security == SecurityConfig() else config.security
+        return dialer(parents, security, run=config.run, track=self._track, after_s=config.members.lease_s)
 
     def _distillation(self, fleet: FleetConfig, node: str) -> Distillation | None:
         """Its part in the track of soft labels that ``site.knowledge`` names."""

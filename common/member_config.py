@@ -18,6 +18,7 @@ class SiteConfig(Section):
     knowledge: TrackName = ""  # the track of soft labels in which it teaches and learns besides; empty: none
     sync_every: PositiveInt = 100  # counted optimizer steps between boundaries
     codec: str = "float32"
+    parents: tuple[Address, ...] = ()  # in the order to be tried; none: the coordinator's address
     uplink: Literal["every_rank", "per_node", "rank0"] = "every_rank"
     wait_s: Annotated[float, Field(ge=0)] | None = None  # at a boundary, for a new version; None: as long as it takes
     overlap: Literal["none", "steps"] = "none"  # steps: train on while an update travels and a version is made

@@ -88,3 +88,20 @@ class Parent(Protocol):
     def close(self) -> None:
         """Drop the connection; calls in flight end with ``Unreachable``."""
         ...
+
+
+class Roaming(Parent):
+    """A ``Parent`` that is one of several, by address: another when the one before is gone."""
+
+    @property
+    def address(self) -> str:
+        """Of the parent that calls go to now."""
+        raise NotImplementedError
+
+    def stay(self) -> None:
+        """From now on go to another parent only by ``go_to``: one rank of a site decides for all."""
+        raise NotImplementedError
+
+    def go_to(self, address: str) -> None:
+        """Call this one of the parents from now on; calls to the one before end with ``Unreachable``."""
+        raise NotImplementedError

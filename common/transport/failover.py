@@ -15,7 +15,7 @@ from fleetddp.common.errors import Refused, Unreachable
 from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, News, Share
 from fleetddp.common.layout import Layout
 from fleetddp.common.open_items import Catalogue, Shared
-from fleetddp.common.transport import Parent, Sink
+from fleetddp.common.transport import Parent, Roaming, Sink
 from fleetddp.common.transport.uplink import Patience, Uplink
 from fleetddp.common.update import ProxyInfo, Receipt, Slice, UpdateHeader, Version
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class Failover(Parent):
+class Failover(Roaming):
     """A ``Parent`` that goes through ``parents`` in turn. ``make`` connects to one by its address; nothing is sent before a call.
 
     A call to a parent that does not answer raises ``Unreachable`` as ever; after ``patience_s`` of nothing else (drawn anew for
@@ -40,6 +40,7 @@ class Failover(Parent):
         self._patience_s, self._rng = patience_s, rng or random.Random()
         self._lock = threading.Lock()
         self._index = 0
+        self._told = False  # goes to another parent only when it is told
         self._closed = False
         self._parent = make(self._addresses[0])
         self._heard_at = time.monotonic()
@@ -47,8 +48,22 @@ class Failover(Parent):
 
     @property
     def address(self) -> str:
-        """Of the parent that calls go to now."""
+        """See ``Roaming``."""
         return self._addresses[self._index]
+
+    def stay(self) -> None:
+        """See ``Roaming``."""
+        self._told = True
+
+    def go_to(self, address: str) -> None:
+        """See ``Roaming``."""
+        with self._lock:
+            if self._closed or address == self.address:
+                return
+            before = self._parent
+            self._turn_to(self._addresses.index(address))
+        with contextlib.suppress(Exception):
+            before.close()
 
     # ---- Parent ---------------------------------------------------------------------------------------------------------------
 
@@ -132,16 +147,20 @@ class Failover(Parent):
     def _silent(self, parent: Parent, error: Unreachable) -> None:
         with self._lock:
             silent_s = time.monotonic() - self._heard_at
-            if parent is not self._parent or self._closed or silent_s < self._limit_s or len(self._addresses) == 1:
+            if parent is not self._parent or self._closed or self._told or silent_s < self._limit_s or len(self._addresses) == 1:
                 return
             gone = self.address
-            self._index = (self._index + 1) % len(self._addresses)
-            self._parent = self._make(self.address)
-            self._heard_at = time.monotonic()
-            self._limit_s = self._draw()
+            self._turn_to((self._index + 1) % len(self._addresses))
         _log.warning("%s did not answer for %.1f s (%s); going to %s", gone, silent_s, error, self.address)
         with contextlib.suppress(Exception):  # nobody can reach it anyway
             parent.close()
+
+    def _turn_to(self, index: int) -> None:
+        """Holds ``_lock``."""
+        self._index = index
+        self._parent = self._make(self.address)
+        self._heard_at = time.monotonic()
+        self._limit_s = self._draw()
 
     def _draw(self) -> float:
         return self._patience_s * self._rng.uniform(1.0, 1.5)

@@ -142,3 +142,17 @@ def test_only_one_address_is_never_left(now: list[float], made: list[Scripted]) 
     now[0] = 1000.0
     fails(parent)
     assert (parent.address, len(made)) == ("a", 1)
+
+
+def test_one_that_stays_goes_only_when_it_is_told(now: list[float], made: list[Scripted]) -> None:
+    parent = several(made, "a", "b", "c")
+    parent.stay()
+    made[0].said = None
+    for _ in range(5):
+        now[0] += 100.0
+        fails(parent)
+    assert parent.address == "a"
+    parent.go_to("c")
+    assert (parent.address, made[0].closed, parent.status()) == ("c", True, {"of": "c"})
+    parent.go_to("c")
+    assert len(made) == 2

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from fleetddp.cloud import lead, rendezvous
 from fleetddp.cloud.lead import Lead
 from fleetddp.cloud.rendezvous import Order, Rendezvous
+from fleetddp.cloud.unsettled import MAX_OPEN, Unsettled
 from fleetddp.common.errors import LayoutMismatch, Reason, Refused
 from fleetddp.common.events import Joined
 from fleetddp.common.layout import Layout
-from fleetddp.common.update import NO_VERSION, Tier
+from fleetddp.common.transport import Roaming
+from fleetddp.common.update import NO_VERSION, Receipt, State, Tier, UpdateId
 
 LAYOUT = Layout.of([("w", (10,))])
 
@@ -56,13 +58,28 @@ class Known:
         return Layout.of([("w", (11,))])
 
 
+class Roams(Known, Roaming):
+    """One of several."""
+
+    address = "west"  # type: ignore[assignment]
+
+
 class Site:
     """Two ranks that push and one more that only pulls; orders come one by one."""
 
-    def __init__(self, *, carry: bool = False) -> None:
+    def __init__(self, *, carry: bool = False, several: bool = False) -> None:
         self.news, self.rendezvous = News(), Rendezvous(cast(Any, dist.HashStore()))
-        known = cast(Any, Known())
-        self.lead = Lead(known, cast(Any, self.news), self.rendezvous, known, ranks=3, pushers=2, carriers=3, carry=carry)
+        self.known = Roams() if several else Known()
+        self.unsettled = Unsettled("lab", 7) if several else None
+        known = cast(Any, self.known)
+        self.lead = Lead(
+            *(known, cast(Any, self.news), self.rendezvous, known),
+            ranks=3,
+            pushers=2,
+            carriers=3,
+            carry=carry,
+            unsettled=self.unsettled,
+        )
 
     def opening(self, *, base: int = NO_VERSION, run: str = "", codec: str = "int8", tier: Tier = Tier.SITE) -> Iterator[Order]:
         return self.lead.opening(LAYOUT, codec, tier, base, run)
@@ -366,3 +383,47 @@ def test_a_rank_whose_machine_is_gone_is_not_waited_for_as_long_as_it_takes(monk
     ]
     site.rendezvous.give(99, GO)
     waiting.join()
+
+
+def told(site: Site, sequence: int, state: State) -> None:
+    assert site.unsettled is not None
+    site.unsettled.take(Receipt(update_id=UpdateId("lab", 7, sequence), state=state, version=1))
+
+
+def test_an_update_that_the_next_parent_does_not_know_is_sent_again() -> None:
+    site = Site(several=True)
+    site.news.wants_init, site.news.version = False, 0
+    orders = site.opening()
+    assert next(orders).do == "pull"
+    site.arrive(1)
+    assert [order.do for order in orders] == ["adopt", "go"]
+    orders = site.lead.orders(None)
+    assert next(orders) == Order(do="push", number=1)
+    assert site.unsettled is not None
+    assert site.unsettled.open() == (UpdateId("lab", 7, 1),)
+    told(site, 1, State.UNKNOWN)  # it is on its way: nothing is lost
+    site.answer(1)
+    site.known.address = "east"  # type: ignore[attr-defined]
+    assert next(orders) == Order(do="move", address="east")
+    told(site, 1, State.UNKNOWN)
+    told(site, 1, State.UNKNOWN)  # asked twice, sent once
+    assert next(orders) == Order(do="again", number=1)
+    site.answer(1)
+    site.news.version = 1
+    assert next(orders) == Order(do="pull", version=1, number=2)
+    site.arrive(2)
+    assert list(orders) == [Order(do="adopt", version=1, codec="bfloat16"), Order(do="go", run="run", open=(1,))]
+    told(site, 1, State.MERGED)
+    assert site.unsettled.open() == ()
+
+
+def test_a_site_makes_no_more_updates_than_it_can_keep() -> None:
+    site = Site(several=True)
+    assert site.unsettled is not None
+    for sequence in range(100, 100 + MAX_OPEN):
+        site.unsettled.sent(sequence)
+    assert [order.do for order in site.lead.orders(0.0)] == ["go"]
+    told(site, 100, State.EXPIRED)
+    assert [order.do for order in site.lead.orders(0.0)] == ["push", "go"]
+    site.lead.not_sent()
+    assert site.unsettled.room
