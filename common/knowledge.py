@@ -137,6 +137,7 @@ class Knowledge:
         if self._store is not None:
             bring(parent, self._store, version)
             self._read_store()
+            self._refresh()  # of what is here now the labels are wanted
         rows = self._renewed(version)
         if rows:
             self._pull(parent, version, rows)

@@ -49,7 +49,7 @@ class OpenItem(NamedTuple):
     digest: str  # ``digest_of``
     since: int  # the first version on which members label it
     until: int  # the first on which they do not any more; NEVER: it is not known yet
-    expires_at: float  # seconds since the epoch: whoever has it erases it then
+    expires_at: float  # by the clock of whoever says it: whoever has it erases it then
 
     def is_labelled(self, version: int) -> bool:
         """Whether members label it on this version."""
@@ -65,6 +65,7 @@ class Catalogue(NamedTuple):
     whole: bool  # all there are
     items: tuple[OpenItem, ...]
     gone: tuple[int, ...]  # slots whose items were taken back, though they are labelled yet
+    at: float  # the time by the clock of whoever says it
 
 
 class Shared(NamedTuple):
@@ -177,7 +178,8 @@ class ItemStore:
                 (version, version),
             ).fetchall()
             items = tuple(_item(row, version) for row in found)
-            return Catalogue(self.pool, version, self._shape(), whole, items, tuple(slot for (slot,) in gone))
+            at = self._clock.now()
+            return Catalogue(self.pool, version, self._shape(), whole, items, tuple(slot for (slot,) in gone), at)
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes [start, stop), where item s lies at s times its size; ``Refused(ITEM_GONE)`` where one is not here."""
@@ -210,7 +212,11 @@ class ItemStore:
         return math.inf if following is None else float(following)
 
     def apply(self, catalogue: Catalogue) -> None:
-        """Take up what a source says there is. Of another pool nothing is kept; what is gone is erased."""
+        """Take up what a source says there is. Of another pool nothing is kept; what is gone is erased.
+
+        Times are taken as from now on: a device's clock may be years away from the coordinator's.
+        """
+        ahead = self._clock.now() - catalogue.at
         with self._writing("apply") as db:
             erased = 0
             if catalogue.whole:
@@ -224,7 +230,7 @@ class ItemStore:
                     "INSERT INTO items (slot, digest, since, until, expires_at) VALUES (?, ?, ?, ?, ?) "
                     "ON CONFLICT (slot) DO UPDATE "
                     "SET since = excluded.since, until = excluded.until, expires_at = excluded.expires_at",
-                    (item.slot, item.digest, item.since, until, item.expires_at),
+                    (item.slot, item.digest, item.since, until, item.expires_at + ahead),
                 )
             over = "UPDATE items SET data = NULL WHERE data NOTNULL AND"
             erased += db.execute(f"{over} until <= ?", (catalogue.version,)).rowcount

@@ -316,20 +316,22 @@ class OpenItem(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., digest: _Optional[bytes] = ..., since: _Optional[int] = ..., until: _Optional[int] = ..., expires_at: _Optional[float] = ...) -> None: ...
 
 class Catalogue(_message.Message):
-    __slots__ = ("pool", "version", "shape", "whole", "items", "gone")
+    __slots__ = ("pool", "version", "shape", "whole", "items", "gone", "at")
     POOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
     pool: int
     version: int
     shape: _containers.RepeatedScalarFieldContainer[int]
     whole: bool
     items: _containers.RepeatedCompositeFieldContainer[OpenItem]
     gone: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, pool: _Optional[int] = ..., version: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., whole: bool = ..., items: _Optional[_Iterable[_Union[OpenItem, _Mapping]]] = ..., gone: _Optional[_Iterable[int]] = ...) -> None: ...
+    at: float
+    def __init__(self, pool: _Optional[int] = ..., version: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., whole: bool = ..., items: _Optional[_Iterable[_Union[OpenItem, _Mapping]]] = ..., gone: _Optional[_Iterable[int]] = ..., at: _Optional[float] = ...) -> None: ...
 
 class ItemsRequest(_message.Message):
     __slots__ = ("node", "pool", "known", "ranges", "track")

@@ -63,6 +63,7 @@ def pack_catalogue(catalogue: Catalogue) -> pb.Catalogue:
             for item in catalogue.items
         ],
         gone=catalogue.gone,
+        at=catalogue.at,
     )
 
 
@@ -77,6 +78,7 @@ def unpack_catalogue(message: pb.Catalogue) -> Catalogue:
         message.whole,
         tuple(_unpack_item(item) for item in message.items),
         tuple(_slot(slot) for slot in message.gone),
+        limits.amount(message.at, "at"),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from helpers.soft_tasks import Corners, cloud, proxy_set, soft_config
 from torch.nn.parallel import DistributedDataParallel
 
 from fleetddp.cloud import Distillation, FleetDDP
-from fleetddp.common.clock import SystemClock
+from fleetddp.common.clock import SystemClock, VirtualClock
 from fleetddp.common.distill import soft_loss
 from fleetddp.common.errors import ConfigError, Reason, Refused
-from fleetddp.common.events import Join
+from fleetddp.common.events import Join, Share
 from fleetddp.common.knowledge import Knowledge
+from fleetddp.common.open_items import bytes_of_sample, digest_of
 from fleetddp.common.proxy import ProxySet
 from fleetddp.common.transport.memory import MemoryFleet
 from fleetddp.common.update import Tier, UpdateId
@@ -160,3 +162,42 @@ def test_what_ends_the_exchange_is_raised(track: Track, tmp_path: Path) -> None:
         return False
 
     eventually(ended, "a refusal")
+
+
+def test_a_site_labels_open_items_and_forgets_those_that_are_too_old(tmp_path: Path) -> None:
+    """They come with a version; when one is too old, it is gone before the next version comes."""
+    room = {"items": 4, "retention_hours": 1.0, "shape": [2]}
+    config = soft_config(
+        tmp_path, PROXY, source={"open": room}, window={"preset": "async"}, site={"sync_every": 1}, distill={"label_items": 40}
+    )
+    clock = VirtualClock(time.time())  # the site's is the system's
+    fleet = MemoryFleet(config, clock)
+    edge, parent = Knowledge(PROXY, config, Tier.EDGE), fleet.parent()
+    parent.join(Join(node="e1", tier=Tier.EDGE, incarnation=1, layout=edge.layout.fingerprint))
+    samples = {digest_of(point): point for point in cloud(3, 9)[0]}
+    offer = Share(node="e1", incarnation=1, of="e1", shape=(2,), digests=tuple(samples))
+    assert parent.share(offer, lambda digest: bytes_of_sample(samples[digest])).room == 1
+    edge.take(parent, 0)
+    parent.push(*edge.say(UpdateId("e1", 1, 1), edge.rows_of(torch.zeros(len(edge.due()), 4))))
+    model = DistributedDataParallel(TASK.model())
+    connect = lambda node: fleet.parent()  # noqa: E731
+    teacher = Distillation(model, config, proxy=PROXY, coordinator=connect, site="lab", task=TASK, folder=tmp_path / "lab")
+    taken_up(teacher, 1)
+    assert {digest_of(item) for item in teacher.knowledge.opened.held.values()} == set(samples)
+    assert torch.equal(teacher.items(torch.tensor([41])), teacher.knowledge.opened.held[1].unsqueeze(0))
+    taken_up(teacher, 2)
+    assert torch.nonzero(teacher.knowledge.rows[40:, -1] > 0).flatten().tolist() == [0, 1, 2]  # its own, of version 1
+    assert set(teacher.draw(400).tolist()) >= {40, 41, 42}
+    assert teacher._envoy is not None
+    envoy = teacher._envoy._knowledge
+    assert envoy._store is not None
+    envoy._store._clock = VirtualClock(time.time() + 3601)
+
+    def forgotten() -> bool:
+        teacher.step()
+        return not teacher.knowledge.opened.held
+
+    eventually(forgotten, "they are too old")
+    assert set(teacher.draw(400).tolist()) <= set(range(40))
+    teacher.close()
+    fleet.stop()

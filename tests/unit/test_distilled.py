@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.processes import eventually
 from helpers.soft_tasks import Corners, cloud, proxy_set, soft_config
 
 from fleetddp.common.clock import SystemClock
 from fleetddp.common.config import FleetConfig
 from fleetddp.common.errors import LayoutMismatch, Refused, Unreachable
 from fleetddp.common.knowledge import Knowledge
+from fleetddp.common.predictor import Served
 from fleetddp.common.proxy import ProxySet
 from fleetddp.common.transport.memory import MemoryFleet, MemoryParent
 from fleetddp.common.update import Receipt, Slice, Tier, UpdateHeader
 from fleetddp.edge.distilled import DistilledNode, DistilledTrainer, Memory
+from fleetddp.edge.reservoir import Reservoir, digest_of
 
 SEES = {"e1": (0, 1, 2), "e2": (1, 2, 3)}
 TASK = Corners(SEES)
@@ -168,3 +171,56 @@ def test_another_proxy_set_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises((LayoutMismatch, Refused), match="corners@"):
         node.run()
     fleet.stop()
+
+
+HARD = cloud(6, 11)
+
+
+def sharing(folder: Path, name: str, **kept: Any) -> tuple[FleetConfig, Reservoir]:
+    """The fleet file of a device that permits sharing, and what it found hard: six samples."""
+    given = {"consent": True, "share": True, "retention_hours": 1.0, "label_share": 1.0, "state": str(folder / "hard"), **kept}
+    room = {"items": 20, "retention_hours": 1.0, "shape": [2]}
+    config = config_of(folder, source={"open": room}, cascade={"hard_samples": given}, until={"versions": 8})
+    reservoir = Reservoir(folder / "hard" / name, config.cascade.hard_samples)
+    reservoir.add(HARD[0], torch.ones(6))
+    return config, reservoir
+
+
+def test_hard_samples_are_learnt_by_all_and_a_restarted_coordinator_goes_on_with_them(tmp_path: Path) -> None:
+    """One process answers, keeps, shares and trains; the other node permits nothing, and gets the samples with the versions. The
+    aggregator is stopped and started again while they are on their way; no word of the operator's is needed."""
+    config, reservoir = sharing(tmp_path, "e1")
+    truth = {digest_of(point): int(label) for point, label in zip(*HARD, strict=True)}
+    asked: list[str] = []
+
+    def source(sample: torch.Tensor) -> int:
+        asked.append(digest_of(sample))
+        return truth[asked[-1]]
+
+    served = Served()
+    fleets = [MemoryFleet(config, SystemClock())]
+    one = DistilledNode(config, TASK, fleets[0].parent(), name="e1", reservoir=reservoir, label_source=source, served=served)
+    first = Running(one)
+    eventually(lambda: fleets[0].driver.status()["open_items"]["held"] == 6, "the samples are there")
+    assert fleets[0].driver.version == 0  # a version takes two
+    fleets[0].stop()
+    one.stop()
+    first.thread.join(30.0)
+    fleets.append(MemoryFleet(config, SystemClock()))
+    other = config_of(tmp_path, source={"open": {"items": 20, "retention_hours": 1.0, "shape": [2]}})
+    again = DistilledNode(config, TASK, fleets[1].parent(), name="e1", reservoir=reservoir, label_source=source, served=served)
+    nodes = {"e1": again, "e2": DistilledNode(other, TASK, fleets[1].parent(), name="e2")}
+    for running in [Running(node) for node in nodes.values()]:
+        assert running.end() == "version 8 is published"
+    assert sorted(asked) == sorted(truth)  # each once
+    for node in nodes.values():
+        opened = node.knowledge.opened
+        assert {digest_of(item) for item in opened.held.values()} == set(truth)
+        for item in opened.items:
+            row = node.knowledge.rows[40 + item.slot]
+            assert int(row[:4].argmax()) == truth[item.digest]
+            assert float(row[4]) > 5.0  # with the weight of what is known, less for being late
+        assert node.metrics["accuracy"] > 0.9
+    assert served.version == 7
+    fleets[1].stop()
+    reservoir.close()

@@ -14,8 +14,9 @@ from torch import Tensor
 from fleetddp.common.clock import VirtualClock
 from fleetddp.common.distill import certainty, soft_loss, soften
 from fleetddp.common.errors import ConfigError, Reason, Refused
-from fleetddp.common.events import Join
-from fleetddp.common.knowledge import Knowledge, outputs_of, proxy_of
+from fleetddp.common.events import Join, Share
+from fleetddp.common.knowledge import Knowledge, Opened, outputs_of, proxy_of
+from fleetddp.common.open_items import bytes_of_sample, digest_of
 from fleetddp.common.proxy import ProxySet
 from fleetddp.common.transport.memory import MemoryFleet, MemoryParent
 from fleetddp.common.update import State, Tier, UpdateId
@@ -207,3 +208,25 @@ def test_where_tiers_are_not_kept_apart_all_are_one_consensus(fleet: Callable[..
         p = member.rows[:10, :4] / member.rows[:10, 4:]
         assert torch.allclose(p[:, :2], torch.full((10, 2), 0.5), atol=1e-3)
         assert member.bytes_pulled == 10 * ROW
+
+
+def test_who_comes_late_has_the_open_items_and_their_labels_at_once(fleet: Callable[..., Fleet]) -> None:
+    """And one that lacks an item labels the others: its row is left out."""
+    one = fleet(source={"open": {"items": 4, "retention_hours": 1.0, "shape": [2]}}, window={"preset": "async"})
+    speaker = one.member("e1", Tier.EDGE)
+    samples = {digest_of(point): point for point in torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])}
+    offer = Share(node="e1", incarnation=1, of="e1", shape=(2,), digests=tuple(samples))
+    one.parent.share(offer, lambda digest: bytes_of_sample(samples[digest]))
+    one.say("e1", speaker, torch.randn(10, 4))
+    speaker.take(one.parent, 1)
+    assert speaker.due().tolist() == [*range(7, 14), 40, 41, 42]
+    speaker.open(Opened(speaker.opened.items, {slot: speaker.opened.held[slot] for slot in (0, 2)}))
+    assert speaker.due().tolist() == [*range(7, 14), 40, 42]
+    one.say("e1", speaker, 20 * torch.eye(4)[torch.full((9,), 3)])
+    late = one.member("e2", Tier.EDGE)
+    assert torch.nonzero(late.rows[40:, -1]).flatten().tolist() == [0, 2]
+    assert set(late.opened.held) == {0, 1, 2}
+    assert {digest_of(late.items(torch.tensor([40 + slot]))[0]) for slot in range(3)} == set(samples)
+    assert set(late.draw(300, torch.Generator().manual_seed(0)).tolist()) == {*range(10), *range(7, 14), 40, 42}
+    loss = late.loss(30 * torch.eye(4)[torch.full((2,), 3)], torch.tensor([40, 42]))
+    assert float(loss) == pytest.approx(0.0, abs=1e-2)

@@ -376,3 +376,16 @@ def test_of_another_pool_nothing_is_kept(coordinator: Callable[..., Coordinator]
 def test_an_item_is_labelled_from_a_version_to_another() -> None:
     item = OpenItem(0, GOOD, 3, 5, 0.0)
     assert [version for version in range(8) if item.is_labelled(version)] == [3, 4]
+
+
+def test_a_clock_that_is_years_away_keeps_an_item_as_long_as_any(coordinator: Callable[..., Coordinator], tmp_path: Path) -> None:
+    one = coordinator()
+    for name, clock in (("behind", VirtualClock(0.0)), ("ahead", VirtualClock(1e9))):
+        store = ItemStore.open(tmp_path / name / "items.db", clock)
+        one.offer("a", 1.0)
+        bring(one, store, one.publish())
+        clock.advance(HOUR_S - 1)
+        assert (store.erase_expired(), store.held()) == (clock.now() + 1, {0})
+        clock.advance(1)
+        assert (store.erase_expired(), store.held()) == (math.inf, frozenset())
+        store.close()

@@ -83,7 +83,7 @@ LABELS = Offer(
 )  # fmt: skip
 PROXY = ProxyInfo("digits", FINGERPRINT, 70000)
 CATALOGUE = Catalogue(
-    pool=77, version=6, shape=(1, 8), whole=True, gone=(1,),
+    pool=77, version=6, shape=(1, 8), whole=True, gone=(1,), at=1.5e9,
     items=(OpenItem(0, FINGERPRINT, 4, NEVER, 1.5e9), OpenItem(1, FINGERPRINT[::-1], 5, 7, 2.0)),
 )  # fmt: skip
 SHARE = Share(node="gw", incarnation=9, of="pi", run="demo", shape=(64,), digests=(FINGERPRINT, FINGERPRINT[::-1]))
@@ -164,6 +164,7 @@ GROUP = offers.pack(PARTIAL).groups[0]
 BROKEN: list[tuple[str, dict[str, Any], Reason]] = [
     ("catalogue", {"pool": 0}, Reason.MALFORMED),
     ("catalogue", {"shape": [0]}, Reason.MALFORMED),
+    ("catalogue", {"at": -1.0}, Reason.MALFORMED),
     ("catalogue", {"gone": [limits.MAX_OPEN_ITEMS]}, Reason.MALFORMED),
     ("catalogue", {"items": [pb.OpenItem(digest=bytes(31))]}, Reason.MALFORMED),
     ("catalogue", {"items": [pb.OpenItem(digest=bytes(32), expires_at=math.nan)]}, Reason.MALFORMED),
