@@ -36,7 +36,8 @@ class Inference:
         gate = Gate.of_task(config.serve.gate, task)
         if gate is None:
             _log.info("serve.gate names no metric: every version is taken into service")
-        self.served = Served(gate)
+        state = config.serve.state
+        self.served = Served(gate, kept=None if state is None else state / f"{name}.safetensors")
         parent = parent or _parent(config, name)
         self._follower = supply(self.served, task, parent, node=name, device=config.serve.device)
         try:

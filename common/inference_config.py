@@ -31,6 +31,7 @@ class ServeConfig(Section):
     device: str = "cpu"  # of torch
     track: str = ""  # whose versions are served, where the fleet has several
     gate: GateConfig = GateConfig()
+    state: Path | None = None  # a folder where the model in service outlives the process, and what the gate has seen
 
 
 class HardSamplesConfig(Section):

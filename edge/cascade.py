@@ -1,6 +1,7 @@
 """The edge model answers; what it finds hard goes to the cloud's model. Without the cloud, the edge's answer stands.
 
-    served = Served(Gate(accuracy(images, labels)))  # no worse model is taken into service (common/predictor.py)
+    kept = Path("/var/lib/fleetddp/in-service.safetensors")  # the model in service, over restarts of the device
+    served = Served(Gate(accuracy(images, labels)), kept=kept)  # no worse model is taken into service (common/predictor.py)
     supply(served, task, parent, node="pi").start()  # each version, as it is published (common/transport/follower.py)
     threshold = calibrate(config.cascade, served, images).threshold
     cascade = Cascade.of_fleet(config, "pi", served, threshold, on_hard=reservoir.add)

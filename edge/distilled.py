@@ -183,6 +183,8 @@ class DistilledNode:
         self._trainer = DistilledTrainer(self._task, self._name, self._config, self.knowledge, **self._where)
         self._memory = Memory(self._folder, f"{self._config.run}/{self.knowledge.layout.fingerprint}", self._trainer)
         self._incarnation = self._memory.enter(self.knowledge)
+        if self._served is not None:
+            self._served.resume(self._task.model(), self._where["device"])
         return not self._stopped.is_set()
 
     def _join(self) -> Join:

@@ -77,7 +77,8 @@ class Follower:
 
 
 def supply(served: Served, task: Task, parent: Parent, *, node: str, device: str = "cpu") -> Follower:
-    """A follower that offers ``served`` each version of ``task``'s model; not started yet."""
+    """A follower that offers ``served`` each version of ``task``'s model; not started yet. What was in service is again."""
+    served.resume(task.model(), device)
 
     def take(version: int) -> None:
         model, layout = task.model(), parent.layout()

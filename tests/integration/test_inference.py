@@ -327,7 +327,8 @@ def test_versions_are_served_as_they_are_published_unless_they_are_worse(tmp_pat
 def test_an_edge_takes_no_worse_model_into_service(tmp_path: Path) -> None:
     held_back = torch.zeros(4, 3), torch.tensor([0, 0, 0, 1])
     with running(fleet_config(tmp_path, **fleet_sections(tmp_path))) as coordinator, ExitStack() as stack:
-        served = Served(Gate(accuracy(*held_back)))
+        kept = tmp_path / "in-service.safetensors"
+        served = Served(Gate(accuracy(*held_back)), kept=kept)
         parent = Uplink(coordinator.address, PLAIN, node="watcher")
         follower = supply(served, ConstantTask(), parent, node="watcher")
         stack.callback(follower.close)
@@ -341,6 +342,18 @@ def test_an_edge_takes_no_worse_model_into_service(tmp_path: Path) -> None:
         assert [(a.label, a.version) for a in cascade(torch.zeros(1, 3))] == [(0, 0)]
         publish(pi, 1, (3.0, 0.0))
         eventually(lambda: served.version == 2, "version 2 is in service")
+        assert [(a.label, a.version) for a in cascade(torch.zeros(1, 3))] == [(0, 2)]
+        publish(pi, 2, (-5.0, 1.0))
+        eventually(lambda: served.refused_version == 3, "version 3 is kept out")
+        follower.close()
+        again = Served(Gate(accuracy(*held_back)), kept=kept)  # the device was restarted
+        parent = Uplink(coordinator.address, PLAIN, node="watcher")
+        follower = supply(again, ConstantTask(), parent, node="watcher")
+        stack.callback(follower.close)
+        cascade = Cascade(again, None, hard=margin, threshold=1.0)
+        assert [(a.label, a.version) for a in cascade(torch.zeros(1, 3))] == [(0, 2)]  # before it has asked anybody
+        follower.start()
+        eventually(lambda: again.refused_version == 3, "version 3 is kept out again")
         assert [(a.label, a.version) for a in cascade(torch.zeros(1, 3))] == [(0, 2)]
 
 

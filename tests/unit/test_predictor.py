@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,3 +110,52 @@ def test_a_module_answers_in_evaluation_mode_without_gradients() -> None:
 def test_a_row_for_each_sample_is_due(layer: nn.Module, shape: str) -> None:
     with pytest.raises(ConfigError, match=rf"answers 2 samples with {shape}: one row for each"):
         ModulePredictor(layer)(torch.zeros(2, 3))
+
+
+def line(weight: float) -> nn.Linear:
+    model = nn.Linear(1, 2)
+    with torch.no_grad():
+        model.weight.fill_(weight)
+        model.bias.zero_()
+    return model
+
+
+def test_after_a_restart_the_best_so_far_stands_and_what_was_in_service_answers(tmp_path: Path) -> None:
+    """Version 2 was best, version 3 a little worse but good enough, version 4 was kept out: it is kept out again."""
+    kept = tmp_path / "state" / "in-service.safetensors"
+    served = Served(scores(0.9, 0.95, 0.945, 0.9), kept=kept)
+    assert not served.resume(line(0.0))
+    assert [served.offer(ModulePredictor(line(v)), v) for v in (1, 2, 3, 4)] == [True, True, True, False]
+    again = Served(scores(0.9, 0.94), kept=kept)
+    assert again.resume(line(0.0))
+    assert again.predict(torch.ones(1, 1)).outputs.tolist() == [[3.0, 3.0]]
+    assert not again.offer(ModulePredictor(line(4.0)), 4)
+    assert (again.version, again.refused_version) == (3, 4)
+    assert not again.resume(line(0.0))  # there is a model
+    assert again.offer(ModulePredictor(line(5.0)), 5)
+    third = Served(scores(0.935), kept=kept)
+    assert third.resume(line(0.0))
+    assert third.version == 5
+    assert not third.offer(ModulePredictor(line(6.0)), 6)  # 0.95 is the best of all processes
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name]
+
+
+def test_a_kept_model_of_another_architecture_or_damaged_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = tmp_path / "in-service.safetensors"
+    Served(kept=kept).offer(ModulePredictor(line(1.0)), 1)
+    other = Served(scores(0.1), kept=kept)
+    assert not other.resume(nn.Linear(3, 3))
+    assert other.offer(ModulePredictor(nn.Linear(3, 3)), 1)
+    kept.write_bytes(b"damaged")
+    assert not Served(kept=kept).resume(line(1.0))
+    assert caplog.text.count("cannot be taken up again") == 2
+
+
+def test_where_nothing_can_be_written_it_answers_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    served = Served(kept=tmp_path / "file" / "in-service.safetensors")
+    assert served.offer(ModulePredictor(line(2.0)), 1)
+    assert served(torch.ones(1, 1)).tolist() == [[2.0, 2.0]]
+    assert "cannot keep the model in service" in caplog.text
+    with pytest.raises(ConfigError, match="only the model of a ModulePredictor can be kept"):
+        Served(kept=tmp_path / "x").offer(constant(1.0), 1)
