@@ -23,13 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 from fleetddp.cloud import Distillation
 from fleetddp.common.config import SecurityConfig
 from fleetddp.common.distill import consensus, soft_loss
+from fleetddp.common.events import Join, Share
 from fleetddp.common.knowledge import Knowledge
+from fleetddp.common.open_items import bytes_of_sample, digest_of
 from fleetddp.common.transport.uplink import Uplink
 from fleetddp.common.update import Tier
 from fleetddp.edge.distilled import DistilledNode
 from helpers.fleet import RunningCoordinator
 from helpers.one_rank import vector
-from helpers.soft_tasks import Corners, proxy_set, soft_config
+from helpers.soft_tasks import Corners, cloud, proxy_set, soft_config
 
 TASK = Corners({"e1": (0, 1, 2, 3)})
 PROXY = proxy_set(TASK)
@@ -79,13 +81,53 @@ def main(out: Path) -> None:
     teacher.ensemble(optimizer, 30)
     seen["learnt"] = float(teacher.loss(teacher.outputs(indices), indices).detach()) < before / 2
     seen["weights"] = vector(model.module).tolist()
-    (out / f"{rank}.json").write_text(json.dumps(seen))
     dist.barrier()
     teacher.close()
     if coordinator is not None and node is not None:
         node.stop()
         coordinator.stop()
+    seen["opened"] = opened(out)
+    (out / f"{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
+
+
+def opened(out: Path) -> dict[str, Any]:
+    """Of a track with room for samples: what this rank has of those that a device has shared, and what the site said of them."""
+    room = {"items": 5, "retention_hours": 1.0, "shape": [2]}
+    sections: dict[str, Any] = {"window": {"preset": "async"}, "site": {"sync_every": 1}, "distill": {"label_items": 8}}
+    config = soft_config(out / "open", PROXY, source={"open": room}, **sections)
+    coordinator = uplink = None
+    samples = {digest_of(point): point for point in cloud(3, 9)[0]}
+    box = [""]
+    if dist.get_rank() == 0:
+        coordinator = RunningCoordinator(config)
+        box = [coordinator.address]
+        uplink = Uplink(coordinator.address, SecurityConfig(), node="e1", run="test")
+        uplink.join(Join(node="e1", tier=Tier.EDGE, incarnation=1))
+        offer = Share(node="e1", incarnation=1, of="e1", shape=(2,), digests=tuple(samples))
+        uplink.share(offer, lambda digest: bytes_of_sample(samples[digest]))
+    dist.broadcast_object_list(box, 0)
+    model = DistributedDataParallel(Corners({}, width=9).model())
+    teacher = Distillation(model, config, proxy=PROXY, coordinator=box[0], site="lab", task=TASK, folder=out / "proxy")
+    deadline = time.monotonic() + 60
+    while int((teacher.knowledge.rows[40:, -1] > 0).sum()) < 3:
+        teacher.step()
+        assert time.monotonic() < deadline
+    held = teacher.knowledge.opened.held
+    with torch.no_grad():
+        meant = teacher.knowledge.rows_of(model.module(torch.stack([held[slot] for slot in range(3)])))
+    found = {
+        "held": {str(slot): digest_of(item) for slot, item in held.items()},
+        "rows": teacher.knowledge.rows[40:43].tolist(),
+        "meant": meant.tolist(),
+        "shared": sorted(samples),
+    }
+    dist.barrier()
+    teacher.close()
+    if coordinator is not None and uplink is not None:
+        uplink.close()
+        coordinator.stop()
+    return found
 
 
 def mean_gradient(teacher: Distillation, drawn: list[list[int]]) -> list[float]:

@@ -60,6 +60,14 @@ def test_the_ranks_label_together_what_one_model_says(ranks: list[dict[str, Any]
     assert ranks[0]["unchanged"]  # labelling trains nothing
 
 
+def test_all_ranks_have_the_samples_that_devices_share_and_label_them_together(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["opened"] for rank in ranks)
+    assert sorted(first["held"].values()) == first["shared"]
+    assert first["held"] == second["held"]
+    assert first["rows"] == second["rows"]
+    assert torch.allclose(torch.tensor(first["rows"]), torch.tensor(first["meant"]), rtol=2e-3, atol=1e-6)
+
+
 def test_ensemble_distillation_keeps_the_ranks_alike(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["learnt"]
     assert ranks[1]["learnt"]
