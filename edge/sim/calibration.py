@@ -17,6 +17,7 @@ from fleetddp.edge.sim.single import Base, Buffers, Outcome, Single
 Path = Literal["single", "channels_last", "stacked"]
 
 STEPS = 4  # of each job
+FEW = 3  # jobs that are enough where none are stacked
 ROUNDS = 3  # the best counts: whatever else runs on the machine only ever makes one slower
 LONG_STEP_S = 0.02  # beyond it overhead no longer matters, and calibrating takes as few steps as it can
 AT_LEAST = 0.95  # of the time of the plain path: a smaller gain is no reason to leave it
@@ -56,14 +57,21 @@ def calibrate(task: Task, single: Single, buffers: Buffers, jobs: Sequence[Job],
     took = min(_seconds(lambda: _deltas(single, shorter[:1], base)) for _ in range(2)) / STEPS
     if took > LONG_STEP_S:
         shorter = [job._replace(steps=1) for job in jobs[:1]]
-    reference = _deltas(single, shorter, base)
     seconds: dict[Path, float] = {}
     why_not: dict[Path, str] = {}
+    ways: dict[Path, Way] = {}
     for path in get_args(Path):
         try:
-            trained = way(path, task, single, buffers)
-            disagreement = _disagreement(reference, _deltas(trained, shorter, base))
+            ways[path] = way(path, task, single, buffers)
         except Exception as error:  # of whatever kind: the task was not written with this path in mind
+            why_not[path] = f"{type(error).__name__}: {error}"
+    if "stacked" not in ways:
+        shorter = shorter[:FEW]
+    reference = _deltas(single, shorter, base)
+    for path, trained in ways.items():
+        try:
+            disagreement = _disagreement(reference, _deltas(trained, shorter, base))
+        except Exception as error:  # as above
             disagreement = f"{type(error).__name__}: {error}"
         if disagreement and path != "single":  # a task that does not even agree with itself is trained the plain way
             why_not[path] = disagreement

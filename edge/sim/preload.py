@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from multiprocessing import forkserver
 
-WORKER = ("fleetddp.edge.sim.workers", "torch._dynamo")  # the latter comes with the first optimizer anyone makes, and takes long
+WORKER = ("fleetddp.edge.sim.workers",)
 
 
 def start(*modules: str) -> None:

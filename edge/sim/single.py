@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -62,6 +64,7 @@ class Single:
     summing, and on many CPUs faster kernels."""
 
     def __init__(self, task: Task, buffers: Buffers, *, channels_last: bool = False) -> None:
+        _spare_compiler()
         self._task = task
         self.model = task.model()
         self.layout = Layout.from_module(self.model, buffers=buffers)
@@ -162,6 +165,18 @@ class Single:
         return [flat[s.start : s.stop].view(s.shape) for s in self.layout.tensors if s.role == "parameter"]
 
 
+def _spare_compiler() -> None:
+    """The first call of some of an optimizer's methods imports torch's compiler, which takes about a second, only to be exempt
+    from it. Where it is not there yet, they are called as they are; a version of torch that does this otherwise takes its time.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad):
+        plain = getattr(method, "__wrapped__", None)
+        if plain is not None:
+            plain.__dynamo_disable = plain
+
+
 def outcome(total: float, samples: int, steps: int, finite: bool) -> Outcome:
     """``total``: the losses of the batches, each times its samples."""
     return Outcome(float(samples), steps, total / samples if samples else math.nan, finite)
@@ -174,16 +189,18 @@ def finite(delta: Tensor, its_sum: float) -> bool:
 
 def _keep_channels_last(model: nn.Module) -> None:
     """Weights, inputs and outputs of every two-dimensional convolution in channels-last format."""
-
-    def enter(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (inputs[0].contiguous(memory_format=torch.channels_last), *inputs[1:]) if inputs[0].dim() == 4 else inputs
-
-    def leave(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        # With one channel both formats look alike, and the kernel then picks the other one for its output.
-        return output.contiguous(memory_format=torch.channels_last) if output.dim() == 4 else output
-
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for module in model.modules():
         if type(module) is nn.Conv2d:
-            module.register_forward_pre_hook(enter)
-            module.register_forward_hook(leave)
+            module.forward = partial(_convolve, module.forward)  # type: ignore[method-assign]  # hooks would cost each call more
+
+
+def _convolve(convolution: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    if inputs.dim() != 4:
+        return convolution(inputs)
+    inputs = inputs.contiguous(memory_format=torch.channels_last)
+    if inputs.shape[1] == 1 and not inputs.requires_grad:
+        # With one channel both formats look alike, and the kernel would pick the other one for its output.
+        height, width = inputs.shape[2:]
+        return convolution(inputs.as_strided(inputs.shape, (height * width, 1, width, 1)))
+    return convolution(inputs).contiguous(memory_format=torch.channels_last)

@@ -181,11 +181,10 @@ class Engine:
             self._workers.call(number, "train", self._placed(jobs), row, what=f"train {names}")
 
     def _calibrate(self, wanted: Sequence[Job]) -> None:
-        self._workers.call(0, "calibrate", self._placed(wanted[: min(CHUNK, self._room)]))
-        for _, found in self._workers.answers():
-            self.found = found
-            self._path = found.path
-            self._workers.everywhere("use", found.path)
+        """By what the first worker finds. The others do the same beside it: they are warm then, and it is as busy as later."""
+        self.found, *_ = self._workers.everywhere("calibrate", self._placed(wanted[: min(CHUNK, self._room)]))
+        self._path = self.found.path
+        self._workers.everywhere("use", self._path)
 
     def _placed(self, jobs: Sequence[Job]) -> list[Job]:
         """The jobs with the place of their weights in memory instead of a version."""

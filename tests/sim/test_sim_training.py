@@ -375,3 +375,12 @@ def test_workers_end_with_their_parent() -> None:
                 parent.send_signal(number)
             assert parent.communicate(timeout=PATIENCE_S) == (b"", None)
             assert parent.returncode == -number
+
+
+def test_an_optimizer_is_made_without_importing_torchs_compiler() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    program = (
+        "import sys; from helpers.sim_tasks import Blobs; from fleetddp.edge.sim.single import Single;"
+        "Single(Blobs(), 'average'); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], env=environment, timeout=PATIENCE_S).returncode == 0
