@@ -60,7 +60,7 @@ class Envoy:
         if self._thread.ident is not None:
             self._thread.join(timeout=2.0)
         if not self._thread.is_alive():
-            self._knowledge.close()
+            self._knowledge.close(finished=bool(self.session.finished))
 
     def take(self) -> Brought | None:
         """A version that was brought since the last call, or whose open items are fewer now; raises what ended the envoy."""

@@ -32,12 +32,17 @@ def assemble(config: FleetConfig, journal: Journal, *, clock: Clock, host: Host,
     if config.proxy is not None:
         shelf, layout, shape = proxy_of(config.proxy)
         if recovered.layout not in (None, layout):
-            raise ConfigError(f"proxy: this run began with another proxy set than {config.proxy.name}: a run never changes it")
+            name = config.proxy.name
+            raise ConfigError(
+                f"proxy: this run began with another proxy set than {name}, or other room in it (proxy.open.items): a run never "
+                "changes it"
+            )
         if recovered.version is None:
             publisher.found_labels(layout, clock.now())
             recovered = journal.recover()
         if config.proxy.open is not None:
-            items = ItemPool(journal.connect(ITEMS), config.proxy.open, shape, clock)
+            began = recovered.version is not None and recovered.version.number > 0
+            items = ItemPool(journal.connect(ITEMS), config.proxy.open, shape, clock, began=began)
     elif config.start.file is not None and recovered.version is None:
         publisher.found_file(config.start.file, clock.now())
         recovered = journal.recover()

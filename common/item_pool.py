@@ -12,7 +12,7 @@ import numpy as np
 
 from fleetddp.common.clock import Clock
 from fleetddp.common.config import OpenItemsConfig
-from fleetddp.common.errors import ConfigError, Reason, Refused
+from fleetddp.common.errors import ConfigError, Reason, Refused, StorageError
 from fleetddp.common.events import Share
 from fleetddp.common.open_items import ItemStore, Shared, digest_of_bytes
 from fleetddp.common.update import NO_VERSION
@@ -27,7 +27,8 @@ ITEM_CRASH_POINTS = tuple(
 class ItemPool(ItemStore):
     """Slots are filled in order, each once in a run: one that was erased stays empty, and its content is not taken again.
 
-    Raises ``ConfigError`` where the samples here are of another shape than the fleet file's.
+    ``began``: the run has versions, so that there must be one. Raises ``StorageError`` if there is none, ``ConfigError`` where
+    the samples here are of another shape than the fleet file's.
     """
 
     def __init__(
@@ -37,11 +38,16 @@ class ItemPool(ItemStore):
         shape: Sequence[int],
         clock: Clock,
         *,
+        began: bool = False,
         at: Callable[[str], None] = lambda point: None,
     ) -> None:
         super().__init__(db, clock, at=at)
         self._config = config
         if self._fact("pool") is None:
+            if began:
+                raise StorageError(
+                    "the run's open items are gone, of which its versions hold labels: restore the journal's folder"
+                )
             with self._writing("found"):
                 self._set("pool", str(secrets.randbits(62) + 1))
                 self._set("shape", json.dumps(list(shape)))

@@ -90,9 +90,11 @@ class Knowledge:
             self._read_store()
         self._refresh()
 
-    def close(self) -> None:
-        """Release the store's file."""
+    def close(self, *, finished: bool = False) -> None:
+        """Release the store's file; ``finished``: the run is over, and nobody's samples stay on this disk."""
         if self._store is not None:
+            if finished:
+                self._store.erase_all()
             self._store.close()
 
     # ---- what others say ------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ before the version is published, so that all who label on a version label the sa
 is too old, or was taken back, is erased at once, here and by everybody who has it; its row of labels stays, and says nothing.
 
 ``ItemStore`` holds what a member, or a region, has of them, ``ItemPool`` (item_pool.py) what the coordinator has. One SQLite
-database; what is erased is overwritten in it (``secure_delete``) and leaves its log.
+database; what is erased is overwritten in it (``secure_delete``) and leaves its log. A member erases all at the end of the run;
+while no process has a store open, what gets too old lies there.
 """
 
 from __future__ import annotations
@@ -210,6 +211,12 @@ class ItemStore:
         with self._reading():
             following = self._db.execute("SELECT min(expires_at) FROM items WHERE data NOTNULL").fetchone()[0]
         return math.inf if following is None else float(following)
+
+    def erase_all(self) -> None:
+        """Nothing of it is needed any more."""
+        with self._writing("erase") as db:
+            db.execute("UPDATE items SET data = NULL")
+        self._empty_log()
 
     def apply(self, catalogue: Catalogue) -> None:
         """Take up what a source says there is. Of another pool nothing is kept; what is gone is erased.

@@ -67,10 +67,11 @@ class ClosedLoop:
 
     # ---- what others get ------------------------------------------------------------------------------------------------------
 
-    def exchange(self, parent: Parent, incarnation: int, run: str) -> None:
-        """Take back what is to be taken back, and offer the next samples; ``run`` names the run and the layout.
+    def exchange(self, parent: Parent, incarnation: int, run: str, *, offers: bool = True) -> None:
+        """Take back what is to be taken back, and offer the next samples if it ``offers`` now.
 
-        Raises ``Unreachable`` and the refusals that a retry can mend; any other ends the sharing.
+        ``run`` names the run and the layout. Raises ``Unreachable`` and the refusals that a retry can mend; any other ends the
+        sharing.
         """
         if not self._room:
             return
@@ -84,7 +85,7 @@ class ClosedLoop:
             if removed:
                 parent.withdraw(self._share(incarnation, digests=removed, takes_back=True))
                 self._reservoir.taken_back(run, removed)
-            if self._offers:
+            if self._offers and offers:
                 self._offer_or_end(self._reservoir, parent, incarnation, run)
 
     def _offer_or_end(self, reservoir: Reservoir, parent: Parent, incarnation: int, run: str) -> None:

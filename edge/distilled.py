@@ -154,7 +154,7 @@ class DistilledNode:
         finally:
             self.stop()
             if self._knowledge is not None:
-                self._knowledge.close()
+                self._knowledge.close(finished=self._session is not None and bool(self._session.finished))
 
     def stop(self) -> None:
         """End ``run`` soon, from any thread: after the current batch at the latest."""
@@ -206,7 +206,7 @@ class DistilledNode:
             if self._saying is not None:
                 self._deliver(self._saying)
                 self._saying = None
-            self._loop.exchange(self._parent, self._incarnation, self._memory.identity)
+            self._loop.exchange(self._parent, self._incarnation, self._memory.identity, offers=self._ready())
             self._backoff.reset()
         except (Unreachable, Refused, StorageError) as error:
             if self._stopped.is_set():

@@ -24,6 +24,7 @@ from fleetddp.protos import fleet_pb2 as pb
 T = TypeVar("T")
 
 THREADS = 2
+AT_ONCE = 16  # offers whose bytes are received at one time, in memory
 
 
 class Desk(Protocol):
@@ -108,6 +109,8 @@ class ItemCalls:
         key = (driver, node)
         if key in self._sharing:
             raise Refused(Reason.TOO_MANY, f"samples of {node} are arriving already")
+        if len(self._sharing) >= AT_ONCE:
+            raise Refused(Reason.TOO_MANY, f"samples of {AT_ONCE} nodes are arriving now")
         self._sharing.add(key)
         try:
             yield

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from helpers.fleet import RunningService, fleet_config, free_port, on_port, running, write
@@ -20,10 +22,12 @@ from fleetddp.common.errors import Reason, Refused
 from fleetddp.common.events import Join, Share
 from fleetddp.common.knowledge import Knowledge
 from fleetddp.common.open_items import bytes_of_sample, digest_of
+from fleetddp.common.transport import chunks, items, wire
 from fleetddp.common.transport.uplink import Patience, Uplink
 from fleetddp.common.update import State, Tier, UpdateId
 from fleetddp.edge.region import Region
 from fleetddp.edge.reservoir import Reservoir
+from fleetddp.protos import fleet_pb2 as pb
 
 PROXY = proxy_set(Corners({}))  # 40 items of two values, of four classes
 POINTS, _ = cloud(30, 5)
@@ -35,7 +39,7 @@ def config_of(folder: Path, *, room: dict[str, Any] | None = None, **sections: A
     """A track of soft labels with room for samples; a version is made of one update of each member."""
     opened = {"items": 20, "retention_hours": 1.0, "shape": [2], **(room or {})}
     window = {"preset": "fedbuff", "quorum": len(MEMBERS), "min_updates": len(MEMBERS)}
-    members = {"heartbeat_s": 0.2, "lease_s": 60.0}
+    members = {"heartbeat_s": 0.2, "lease_s": 60.0, **sections.pop("members", {})}
     return soft_config(folder, PROXY, source={"open": opened}, **{"window": window, "members": members, **sections})
 
 
@@ -286,17 +290,70 @@ def test_bad_offers_are_refused_each_in_its_own_way_and_the_rest_goes_on(tmp_pat
         assert coordinator.status()["counters"]["failed"] == 0
 
 
+def test_an_offer_that_breaks_a_rule_of_the_stream_is_ended_with_a_word(tmp_path: Path) -> None:
+    """One that says nothing after its header; one of which another is arriving; chunks that are not those due."""
+    with fleet(tmp_path, config_of(tmp_path, members={"stall_s": 0.5}), region=False) as (coordinator, _, members):
+        stub = chunks.stub(members["e1"].parent._current().channel)
+        share = Share(node="e1", incarnation=1, of="e1", shape=(2,), digests=(digest_of(POINTS[0]),))
+        header = pb.ShareRequest(header=items.pack_share(share))
+        wanted, data = threading.Event(), bytes_of_sample(POINTS[0])
+
+        def call(*requests: Any, ready: threading.Event | None = None) -> Reason:
+            over = threading.Event()
+
+            def stream() -> Iterator[Any]:
+                yield header
+                if requests:
+                    assert wanted.wait(30)
+                    yield from requests
+                else:
+                    over.wait(30)
+
+            answers = stub.Share(stream())
+            try:
+                for _ in answers:
+                    wanted.set()
+                    if ready is not None:
+                        ready.set()
+                raise AssertionError("it was taken")
+            except grpc.RpcError as error:
+                refusal = wire.refusal(error.trailing_metadata(), error.details())  # type: ignore[attr-defined]
+                assert refusal is not None
+                return refusal.reason
+            finally:
+                over.set()
+                wanted.clear()
+
+        assert call(chunks.pack(4, data)) is Reason.OUT_OF_ORDER
+        assert call(chunks.pack(0, data + data)) is Reason.WRONG_SIZE
+        assert call(chunks.pack(0, data[:4])) is Reason.TRUNCATED
+        assert call(header) is Reason.MALFORMED
+        damaged = bytearray(chunks.pack(0, data))
+        damaged[-1] ^= 1
+        assert call(bytes(damaged)) is Reason.BAD_CHECKSUM
+        found: list[Reason] = []
+        ready = threading.Event()
+        first = threading.Thread(target=lambda: found.append(call(ready=ready)))
+        first.start()
+        assert ready.wait(30)
+        assert call() is Reason.TOO_MANY
+        first.join(30)
+        assert found == [Reason.STALLED]
+        assert coordinator.status()["open_items"] == {"filled": 0, "held": 0}
+        assert members["e1"].share(POINTS[:1]).room == 19
+
+
 def test_a_large_sample_comes_in_chunks(tmp_path: Path) -> None:
     """Of 1.6 MB: one at a time, four chunks each; members bring it whole."""
     shape = (400, 1000)
-    items = torch.randn(4, *shape)
+    large = torch.randn(4, *shape)
     named = {"name": "large", "classes": 4, "items": 4, "digest": "0" * 64}
     room = {"items": 3, "retention_hours": 1.0, "shape": list(shape)}
     config = fleet_config(tmp_path, kind="logits", publish="prob16", proxy={**named, "open": room})
     with running(config) as coordinator:
         parent = Uplink(coordinator.address, SecurityConfig(), node="a", run="test")
         parent.join(Join(node="a", tier=Tier.EDGE, incarnation=1))
-        found = {digest_of(item): item for item in items}
+        found = {digest_of(item): item for item in large}
         for place in range(4):
             offer = Share(node="a", incarnation=1, of="a", shape=shape, digests=tuple(found))
             shared = parent.share(offer, lambda digest: bytes_of_sample(found[digest]))

@@ -143,6 +143,17 @@ def test_what_devices_share_is_one_set_each_sample_once(loop: Callable[..., Loop
     assert one.items() == {0, 1, 2, 3, 4}
 
 
+def test_on_a_metered_network_nothing_is_offered_but_all_is_taken_back(loop: Callable[..., Loop]) -> None:
+    one = loop()
+    device, reservoir = one.device("a", 0, 1)
+    device.exchange(Silent(one.fleet, ""), 1, RUN, offers=False)
+    one.exchange(device)
+    assert reservoir is not None
+    reservoir.remove([digest_of(POINTS[0])])
+    device.exchange(one.parent, 1, RUN, offers=False)
+    assert one.items() == {1}
+
+
 def test_after_a_restart_nothing_is_offered_again(loop: Callable[..., Loop]) -> None:
     one = loop()
     device, reservoir = one.device("a", 0, 1)

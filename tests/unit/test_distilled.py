@@ -16,6 +16,7 @@ from fleetddp.common.clock import SystemClock
 from fleetddp.common.config import FleetConfig
 from fleetddp.common.errors import LayoutMismatch, Refused, Unreachable
 from fleetddp.common.knowledge import Knowledge
+from fleetddp.common.open_items import bytes_of_sample
 from fleetddp.common.predictor import Served
 from fleetddp.common.proxy import ProxySet
 from fleetddp.common.transport.memory import MemoryFleet, MemoryParent
@@ -222,5 +223,8 @@ def test_hard_samples_are_learnt_by_all_and_a_restarted_coordinator_goes_on_with
             assert float(row[4]) > 5.0  # with the weight of what is known, less for being late
         assert node.metrics["accuracy"] > 0.9
     assert served.version == 7
+    for name in nodes:  # the run is over: nobody's samples stay with others
+        left = (tmp_path / "state" / name / "items.db").read_bytes()
+        assert not any(bytes_of_sample(point) in left for point in HARD[0])
     fleets[1].stop()
     reservoir.close()

@@ -389,3 +389,12 @@ def test_a_clock_that_is_years_away_keeps_an_item_as_long_as_any(coordinator: Ca
         clock.advance(1)
         assert (store.erase_expired(), store.held()) == (math.inf, frozenset())
         store.close()
+
+
+def test_a_pool_that_is_gone_is_not_begun_anew(coordinator: Callable[..., Coordinator]) -> None:
+    """Its slots would be filled again, and the versions hold labels of what was in them."""
+    one = coordinator()
+    db = sqlite3.connect(":memory:", isolation_level=None)
+    with pytest.raises(StorageError, match="open items are gone"):
+        ItemPool(db, OpenItemsConfig(**one.options), (3,), one.clock, began=True)
+    db.close()
