@@ -23,7 +23,18 @@ from fleetddp.common.config import SecurityConfig, SiteConfig
 from fleetddp.common.errors import ConfigError
 from fleetddp.common.layout import Layout, unwrap
 
-SETTINGS = ("sync_every", "codec", "uplink", "wait_s", "overlap", "adopt_every", "fragments", "warmup_sync_steps", "buffers")
+SETTINGS = (
+    "sync_every",
+    "codec",
+    "uplink",
+    "wait_s",
+    "give_up_s",
+    "overlap",
+    "adopt_every",
+    "fragments",
+    "warmup_sync_steps",
+    "buffers",
+)
 
 
 def attach(

@@ -25,8 +25,8 @@ class FleetDDP(Participant, DistributedDataParallel):
     ``coordinator``: HOST:PORT (default: ``FLEETDDP_COORDINATOR``); several, of which the next one is called when one is gone; or
     a function that connects a node name to a ``Parent``.
     ``site``: this site's node name (default: ``FLEETDDP_NODE``, else the torchrun job's id or the host name).
-    ``sync_every``, ``codec``, ``uplink``, ``wait_s``, ``overlap``, ``adopt_every``, ``fragments``, ``warmup_sync_steps``,
-    ``buffers``: as in the fleet file's ``site`` section (``SiteConfig``).
+    ``sync_every``, ``codec``, ``uplink``, ``wait_s``, ``give_up_s``, ``overlap``, ``adopt_every``, ``fragments``,
+    ``warmup_sync_steps``, ``buffers``: as in the fleet file's ``site`` section (``SiteConfig``).
     ``hierarchy``, ``cross_node``: likewise; gradients are averaged node by node, then between nodes (``hierarchy.py``). "auto":
     where that saves traffic, unless a communication hook was registered before the first training forward.
     ``tier``: "edge" for a group of gateway devices that joins as one edge member, and never founds a run.
@@ -49,6 +49,7 @@ class FleetDDP(Participant, DistributedDataParallel):
         codec: str = SiteConfig.model_fields["codec"].default,
         uplink: str = SiteConfig.model_fields["uplink"].default,
         wait_s: float | None = None,
+        give_up_s: float | None = SiteConfig.model_fields["give_up_s"].default,
         overlap: str = SiteConfig.model_fields["overlap"].default,
         adopt_every: int = SiteConfig.model_fields["adopt_every"].default,
         fragments: int = SiteConfig.model_fields["fragments"].default,
@@ -65,6 +66,7 @@ class FleetDDP(Participant, DistributedDataParallel):
         **kwargs: Any,
     ) -> None:
         settings = {"sync_every": sync_every, "codec": codec, "uplink": uplink, "wait_s": wait_s, "buffers": buffers}
+        settings["give_up_s"] = give_up_s
         settings |= {"overlap": overlap, "adopt_every": adopt_every, "fragments": fragments}
         settings |= {"warmup_sync_steps": warmup_sync_steps}
         settings |= {"hierarchy": hierarchy, "cross_node": cross_node}

@@ -15,7 +15,7 @@ from typing import Literal
 from fleetddp.cloud.courier import Courier
 from fleetddp.cloud.rendezvous import SIGN_S, Order, Rendezvous, polls
 from fleetddp.cloud.unsettled import Unsettled
-from fleetddp.common.errors import FleetError, LayoutMismatch, Reason, Refused, Unreachable
+from fleetddp.common.errors import FleetError, GaveUp, LayoutMismatch, Reason, Refused, Unreachable
 from fleetddp.common.events import Joined
 from fleetddp.common.layout import Layout
 from fleetddp.common.transport import Parent, Roaming
@@ -337,4 +337,5 @@ class Lead:
 
 def _failure(error: FleetError) -> Order:
     reason = error.reason.value if isinstance(error, Refused) else ""
-    return Order(do="fail", reason=reason, message=error.message if isinstance(error, Refused) else str(error))
+    message = error.message if isinstance(error, Refused) else str(error)
+    return Order(do="fail", reason=reason, message=message, gave_up=isinstance(error, GaveUp))

@@ -52,6 +52,7 @@ class Order:
     finished: str = ""
     reason: str = ""  # of fail: a Reason's value, if the parent refused
     message: str = ""
+    gave_up: bool = False  # no parent was found
 
 
 class Store(Protocol):

@@ -67,7 +67,7 @@ from fleetddp.cloud.steps import StepCounter
 from fleetddp.cloud.unsettled import Unsettled
 from fleetddp.common.codecs import get
 from fleetddp.common.config import SiteConfig
-from fleetddp.common.errors import ConfigError, FleetError, Reason, Refused
+from fleetddp.common.errors import ConfigError, FleetError, GaveUp, Reason, Refused
 from fleetddp.common.events import Join
 from fleetddp.common.layout import Layout
 from fleetddp.common.transport import Parent, Roaming
@@ -243,7 +243,10 @@ class Site:
             layout=self.layout.fingerprint,
         )
         unsettled = Unsettled(self._node, self._incarnation)
-        self._session = Session(parent, join, open_updates=unsettled.open, on_receipt=unsettled.take, bell=bell)
+        give_up_s = self._config.give_up_s
+        self._session = Session(
+            parent, join, open_updates=unsettled.open, on_receipt=unsettled.take, bell=bell, give_up_s=give_up_s
+        )
         self._session.start()
         ranks, pushers = self._group.size(), sum(map(bool, self._exchange.shares))
         return Lead(
@@ -341,7 +344,9 @@ class Site:
                     self._finish(order.finished)
             case "fail":
                 self._close()
-                raise Refused(Reason(order.reason), order.message) if order.reason else FleetError(order.message)
+                if order.reason:
+                    raise Refused(Reason(order.reason), order.message)
+                raise (GaveUp if order.gave_up else FleetError)(order.message)
 
     def _pull(self, order: Order) -> None:
         """Begin to fetch this rank's slice of a version."""

@@ -6,7 +6,7 @@ that the site adopts and reports the metrics. With ``site.checkpoint`` a restart
 as there are then: ``site.global_batch`` keeps the batch as it is, ``site.lr_scaling`` fits the learning rate to it. A task may
 have a method ``scheduler(optimizer)``: a scheduler of the learning rate, which is told of every step. With ``site.knowledge`` it
 teaches and learns in a track of soft labels besides (``distill.py``). Exit codes: 0 the run or the epochs have ended; 1 failed; 2
-a setting.
+a setting; 3 no parent was found for ``site.give_up_s``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fleetddp.cloud.rate import LearningRate, scale
 from fleetddp.cloud.roster import own_name
 from fleetddp.cloud.sampler import EpochSampler, portion
 from fleetddp.common.config import FleetConfig, SecurityConfig, load
-from fleetddp.common.errors import ConfigError, FleetError
+from fleetddp.common.errors import ConfigError, FleetError, GaveUp
 from fleetddp.common.layout import unwrap
 from fleetddp.common.task import Task, samples_in, to_device
 from fleetddp.common.task import load as load_task
@@ -109,6 +109,7 @@ class Trainer:
             codec=site.codec,
             uplink=site.uplink,
             wait_s=site.wait_s,
+            give_up_s=site.give_up_s,
             overlap=site.overlap,
             adopt_every=site.adopt_every,
             fragments=site.fragments,
@@ -290,7 +291,7 @@ def main(arguments: list[str]) -> int:
         return 2
     except FleetError as error:
         _log.error("%s", error)
-        return 1
+        return 3 if isinstance(error, GaveUp) else 1
     return 0
 
 

@@ -34,7 +34,7 @@ from fleetddp.common.overview import MAX_STATUS_MEMBERS, overview
 from fleetddp.common.receipts import Receipts
 from fleetddp.common.recovered import Recovered
 from fleetddp.common.scores import Scores
-from fleetddp.common.update import NO_VERSION, Kind, Receipt, Update, UpdateId
+from fleetddp.common.update import NO_VERSION, Kind, Receipt, Tier, Update, UpdateId
 from fleetddp.common.window import Action, Counts, Grace, Verdict, Window, decide, quorum_reached, resolve
 from fleetddp.common.work import Work
 
@@ -105,6 +105,11 @@ class Aggregator:
     def live_members(self) -> int:
         """How many members hold a lease."""
         return sum(self._members.live_by_tier.values())
+
+    @property
+    def has_regions(self) -> bool:
+        """Whether members may come that were below a region so far."""
+        return self._members.knows(Tier.REGION)
 
     def _cut(self, fragments: int) -> None:
         """The layout is cut into so many fragments."""

@@ -146,6 +146,11 @@ class Driver:
         return self._aggregator.live_members
 
     @property
+    def has_regions(self) -> bool:
+        """Whether members may come that were below a region so far."""
+        return self._aggregator.has_regions
+
+    @property
     def config(self) -> FleetConfig:
         """The fleet file as this aggregator sees it."""
         return self._aggregator.config

@@ -5,7 +5,8 @@
     ├── LayoutMismatch   this model is not the fleet's model; names the first differing tensor    never retry
     ├── StorageError     a disk refused (full, read-only); the machine's operator must act        retry when mended
     ├── Unreachable      the parent cannot be reached, or a transfer stalled                      retry with backoff
-    │   └── Late         no answer came by the deadline that the caller set                       retry if it still helps
+    │   ├── Late         no answer came by the deadline that the caller set                       retry if it still helps
+    │   └── GaveUp       no parent has answered for so long that the member ends (``give_up_s``)  never retry
     └── Refused          the parent answered, and its answer is no: see ``Reason``                by reason
 
 ``REASONS`` gives each reason its gRPC status, who must act, and whether the *same* request can succeed later.
@@ -41,6 +42,10 @@ class Unreachable(FleetError):
 
 class Late(Unreachable):
     """No answer came by the caller's deadline; nothing is said about whether the request was carried out."""
+
+
+class GaveUp(Unreachable):
+    """No parent has answered for as long as the member was told to look for one. Its process ends with exit code 3."""
 
 
 class Reason(str, Enum):

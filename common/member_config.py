@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from fleetddp.common.policy_config import WindowConfig
 from fleetddp.common.sections import Address, Section, TrackName
@@ -19,6 +19,7 @@ class SiteConfig(Section):
     sync_every: PositiveInt = 100  # counted optimizer steps between boundaries
     codec: str = "float32"
     parents: tuple[Address, ...] = ()  # in the order to be tried; none: the coordinator's address
+    give_up_s: PositiveFloat | None = 604_800.0  # without any parent; then it ends, exit code 3. None: it searches for ever
     uplink: Literal["every_rank", "per_node", "rank0"] = "every_rank"
     wait_s: Annotated[float, Field(ge=0)] | None = None  # at a boundary, for a new version; None: as long as it takes
     overlap: Literal["none", "steps"] = "none"  # steps: train on while an update travels and a version is made
@@ -58,6 +59,7 @@ class RegionConfig(Section):
 
     track: TrackName = ""  # that its members and it take part in, where the fleet has several
     parents: tuple[Address, ...] = ()  # in the order to be tried; none: the coordinator's address
+    give_up_s: PositiveFloat | None = 604_800.0  # without any parent; then it ends, exit code 3. None: it searches for ever
     address: Address = "127.0.0.1:7071"  # what its members dial
     listen: Address = ""  # what it binds; empty: the address
     journal: Path = Path("region-journal")
@@ -82,6 +84,7 @@ class EdgeConfig(Section):
     batch_size: PositiveInt = 32
     codec: str = "float32"
     parents: tuple[Address, ...] = ()  # in the order to be tried; none: the coordinator's address
+    give_up_s: PositiveFloat | None = 604_800.0  # without any parent; then it ends, exit code 3. None: it searches for ever
     state: Path = Path("edge-state")  # the outbox and the newest version live in <state>/<node>
     max_outbox: Annotated[int, Field(gt=0, le=256)] = 16  # updates not yet settled; beyond it the node waits
     buffers: Literal["average", "local"] = "average"

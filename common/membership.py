@@ -260,6 +260,10 @@ class Membership:
         """Those that the live members have shown."""
         return (member.speed for member in self._leases.values() if member.speed is not None)
 
+    def knows(self, tier: Tier) -> bool:
+        """Whether there is or was a member of a tier."""
+        return any(member.tier is tier for member in self._members.values())
+
     def live(self) -> dict[str, int]:
         """How many members of each tier are live."""
         return {tier.value: n for tier, n in self.live_by_tier.items()}

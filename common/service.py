@@ -87,11 +87,17 @@ class Service(ABC):
     async def until_finished(self) -> None:
         """Return once the run is over, on all tracks, and its live members have heard of it and left, or their leases ended.
 
-        A run that was over when it was started stays up for a lease, so that members can find it again and hear.
+        A run that was over when it was started stays up for a lease, so that members can find it again and hear. Above regions it
+        stays up for two after the end: a member whose region is gone comes here after one and a half at most (``Failover``).
         """
-        drivers = list(self.drivers.values())
-        stay_until = self._clock.now() + self.config.members.lease_s if self.finished else 0.0
-        while not self.finished or any(driver.live_members for driver in drivers) or self._clock.now() < stay_until:
+        drivers, lease_s = list(self.drivers.values()), self.config.members.lease_s
+        stay_until = self._clock.now() + lease_s if self.finished else 0.0
+        while not self.finished:
+            self._check()
+            await asyncio.sleep(POLL_S)
+        if any(driver.has_regions for driver in drivers):
+            stay_until = self._clock.now() + 2 * lease_s
+        while any(driver.live_members for driver in drivers) or self._clock.now() < stay_until:
             self._check()
             await asyncio.sleep(POLL_S)
 

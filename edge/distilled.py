@@ -138,7 +138,11 @@ class DistilledNode:
             if not self._prepare():
                 return ""
             session = self._session = Session(
-                self._parent, self._join(), open_updates=lambda: tuple(self._open), on_receipt=self._settle
+                self._parent,
+                self._join(),
+                open_updates=lambda: tuple(self._open),
+                on_receipt=self._settle,
+                give_up_s=self._config.edge.give_up_s,
             )
             session.start()
             while not (self._stopped.is_set() or session.finished or session.failure is not None):

@@ -84,7 +84,7 @@ class EdgeNode:
         join = Join(
             node=name, tier=Tier.EDGE, incarnation=self.outbox.incarnation, run=config.run, layout=self._layout.fingerprint
         )
-        self._session = Session(parent, join, open_updates=self.outbox.open, on_receipt=self._settle)
+        self._session = Session(parent, join, open_updates=self.outbox.open, on_receipt=self._settle, give_up_s=edge.give_up_s)
         self._delivery = threading.Thread(target=self._deliver, name="fleetddp-delivery", daemon=True)
         self._stopped, self._parcel = threading.Event(), threading.Event()
         self._work = Work()  # done and not yet in the outbox

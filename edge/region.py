@@ -70,7 +70,10 @@ class Region(Service):
 
         entered = self._journal.enter(self.name)
         items = open_region_items(self._fleet, self._journal, entered, self._parent, self._clock)
-        self._upward = Upward(self._parent, self._journal, entered, run=self._fleet.run, tell=tell, call=call, items=items)
+        run, give_up_s = self._fleet.run, self._fleet.region.give_up_s
+        self._upward = Upward(
+            self._parent, self._journal, entered, run=run, tell=tell, call=call, give_up_s=give_up_s, items=items
+        )
         return assemble_region(
             self._fleet, self._journal, entered, self._upward, clock=self._clock, host=host, telemetry=telemetry, items=items
         )

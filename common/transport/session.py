@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from fleetddp.common.errors import FleetError, Reason, Refused, Unreachable
+from fleetddp.common.errors import FleetError, GaveUp, Reason, Refused, Unreachable
 from fleetddp.common.events import Heard, Heartbeat, Join, Joined, News
 from fleetddp.common.transport import MEMBER_REASONS, Parent
 from fleetddp.common.transport.backoff import Backoff
@@ -29,7 +29,8 @@ class Session:
     ``open_updates`` names the updates whose fate is not known yet; every join and heartbeat asks about them. ``on_receipt`` gets
     the answers, and those that come as news, one at a time, from the session's threads; it may get the same one twice.
     ``on_word`` gets every answer and news as a whole, after its receipts. What any of them raises ends the session. ``bell``
-    rings whenever there may be something new to ask the session. The parent stays the caller's: close it after ``stop``, which
+    rings whenever there may be something new to ask the session. ``give_up_s``: when no parent was heard of for so long, it ends
+    with ``GaveUp``; None: never. The parent stays the caller's: close it after ``stop``, which
     also ends the news stream.
     """
 
@@ -44,12 +45,13 @@ class Session:
         bell: threading.Event | None = None,
         rng: random.Random | None = None,
         retry_cap_s: float = 1.0,
+        give_up_s: float | None = None,
     ) -> None:
         self.base_version = NO_VERSION  # what the member trains from; heartbeats tell it
         self.leaves = join.leaves  # of a region: how many leaf members stand behind it; heartbeats tell it
         self._parent, self._join = parent, join
         self._open_updates, self._on_receipt, self._on_word = open_updates, on_receipt, on_word
-        self._rng, self._retry_cap_s = rng or random.Random(), retry_cap_s
+        self._rng, self._retry_cap_s, self._give_up_s = rng or random.Random(), retry_cap_s, give_up_s
         self._bell = bell or threading.Event()
         self._changed = threading.Condition()  # guards all below
         self._first: Joined | None = None
@@ -165,6 +167,11 @@ class Session:
             except (Unreachable, Refused) as error:
                 if isinstance(error, Refused) and not self._bearable(error):
                     raise
+                if isinstance(error, Unreachable) and self._give_up_s is not None and self.silent_s > self._give_up_s:
+                    silent = (
+                        f"{self._join.node}: no parent has answered for {self.silent_s:.0f} s (give_up_s: {self._give_up_s:g})"
+                    )
+                    raise GaveUp(f"{silent}; perhaps the run is over: {error}") from error
                 if str(error) != lost:
                     _log.warning("%s: %s", self._join.node, error)
                 lost = str(error)

@@ -40,6 +40,7 @@ class Upward(Above):
         run: str,
         tell: Callable[[Event], None],
         call: Callable[[Callable[[], None]], None],
+        give_up_s: float | None = None,
         items: RegionItems | None = None,
     ) -> None:
         self._items = items
@@ -50,7 +51,8 @@ class Upward(Above):
         self._finished = False
         self._threads = ThreadPoolExecutor(2, "fleet-upward")
         join = Join(node=entered.node, tier=Tier.REGION, incarnation=entered.incarnation, run=run, leaves=0)
-        self.session = Session(parent, join, open_updates=self._questions, on_receipt=self._answer, on_word=self._hear)
+        asking = {"open_updates": self._questions, "on_receipt": self._answer, "on_word": self._hear}
+        self.session = Session(parent, join, give_up_s=give_up_s, **asking)
 
     def start(self) -> None:
         """Begin to join, in the background."""

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from helpers.fleet import fleet_config, free_port, on_port, write
 from helpers.members import Moments
-from helpers.preloaded import Preloaded
-from helpers.processes import eventually
+from helpers.preloaded import Child, Preloaded
+from helpers.processes import commands, eventually
 from helpers.region_processes import MEMBERS, REGIONS, Tree, members
 from helpers.settlement import check_settlement
 from helpers.tasks import LineTask
 
 from fleetddp.cloud.status import show
-from fleetddp.common.config import SecurityConfig
+from fleetddp.common.config import FleetConfig, SecurityConfig
 from fleetddp.common.journal import Journal
 from fleetddp.common.publish import save_init
 
@@ -116,6 +116,64 @@ def test_edge_nodes_below_a_region_that_dies_finish_the_run(tmp_path: Path, prel
         assert versions[-1].number >= 80
     finally:
         journal.close()
+
+
+def line_fleet(folder: Path, **until: int) -> FleetConfig:
+    save_init(LineTask().model(), folder / "line.safetensors")
+    return on_port(
+        fleet_config(
+            folder,
+            start={"bootstrap": "file", "file": str(folder / "line.safetensors")},
+            task={"target": "helpers.tasks:LineTask", "args": {"lr": 0.01}},
+            members={"heartbeat_s": 0.2, "lease_s": 2.0},
+            window={"preset": "fedbuff", "quorum": 1, "grace_s": None, "deadline_s": 1.0},
+            until=until,
+        ),
+        free_port(),
+    )
+
+
+def test_a_node_between_two_parents_at_the_end_hears_of_it(tmp_path: Path, preloaded: Preloaded) -> None:
+    """The root has no member any more when the run ends, but stays for those whose region is gone."""
+    config, west = line_fleet(tmp_path, versions=20), f"127.0.0.1:{free_port()}"
+
+    def start(role: str, who: str, **sections: Any) -> Child:
+        (tmp_path / who).mkdir()
+        file = write(config.model_validate({**config.model_dump(exclude_unset=True), **sections}), tmp_path / who)
+        named = {} if role == "coordinator" else {"name": who}
+        child = preloaded.start(role, tmp_path / f"{who}.log", config=file, **named)
+        if role != "edge":
+            child.wait_for("listening")
+        return child
+
+    def edge(who: str, *parents: str) -> Any:
+        return {"steps": 2, "batch_size": 8, "state": str(tmp_path / who / "state"), "parents": parents}
+
+    root = start("coordinator", "root")
+    region = start("region", "west", region={"address": west, "journal": str(tmp_path / "west" / "journal")})
+    log = tmp_path / "far.log"
+    log.touch()
+    far = start("edge", "far", edge=edge("far", west, config.coordinator.address))
+    eventually(lambda: "is in version" in log.read_text(), "the one below the region takes part")
+    region.kill()
+    near = start("edge", "near", edge=edge("near", config.coordinator.address))
+    assert near.end() == 0  # the run is over
+    assert (far.end(), root.end()) == (0, 0)
+    assert "the run is finished" in log.read_text()
+
+
+def test_a_node_that_finds_no_parent_ends_with_a_code_of_its_own(tmp_path: Path, preloaded: Preloaded) -> None:
+    config = line_fleet(tmp_path, versions=1_000_000)
+    own = {"steps": 2, "batch_size": 8, "state": str(tmp_path / "state"), "give_up_s": 1.0}
+    file = write(config.model_validate({**config.model_dump(exclude_unset=True), "edge": own}), tmp_path)
+    root = preloaded.start("coordinator", tmp_path / "root.log", config=file)
+    root.wait_for("listening")
+    with commands() as start:
+        node = start("edge", file, "--name", "pi")
+        node.wait_for("is in version")
+        root.kill()
+        assert node.end() == 3
+        assert any("no parent has answered for" in line and "(give_up_s: 1)" in line for line in node.lines)
 
 
 def test_status_of_a_region(tmp_path: Path, preloaded: Preloaded, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fleetddp.common.errors import Reason, Refused, StorageError, Unreachable
+from fleetddp.common.errors import GaveUp, Reason, Refused, StorageError, Unreachable
 from fleetddp.common.events import ByteRange, Heard, Heartbeat, Join, Joined, News
 from fleetddp.common.layout import Layout
 from fleetddp.common.transport import Parent, Sink
@@ -166,6 +166,19 @@ def test_the_bell_rings_when_a_version_is_known_and_at_a_failure(parent: Scripte
     while session.failure is None:
         assert bell.wait(WAIT_S)
         bell.clear()
+
+
+def test_a_session_that_finds_no_parent_gives_up_when_it_was_told_to(
+    parent: ScriptedParent, begin: Callable[..., Session], caplog: pytest.LogCaptureFixture
+) -> None:
+    parent.answer("join", *[Unreachable("gone")] * 100)
+    session = begin(give_up_s=0.05)
+    with pytest.raises(
+        GaveUp, match=r"edge-1: no parent has answered for \d+ s \(give_up_s: 0.05\); perhaps the run is over: gone"
+    ):
+        session.joined(WAIT_S)
+    assert isinstance(session.failure, GaveUp)
+    assert "the session has ended" in caplog.text
 
 
 def test_joined_times_out() -> None:
