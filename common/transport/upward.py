@@ -51,8 +51,14 @@ class Upward(Above):
         self._finished = False
         self._threads = ThreadPoolExecutor(2, "fleet-upward")
         join = Join(node=entered.node, tier=Tier.REGION, incarnation=entered.incarnation, run=run, leaves=0)
-        asking = {"open_updates": self._questions, "on_receipt": self._answer, "on_word": self._hear}
-        self.session = Session(parent, join, give_up_s=give_up_s, **asking)
+        self.session = Session(
+            parent,
+            join,
+            open_updates=self._questions,
+            on_receipt=self._answer,
+            on_word=self._hear,
+            give_up_s=give_up_s,
+        )
 
     def start(self) -> None:
         """Begin to join, in the background."""
