@@ -167,8 +167,10 @@ def run(folder: Path, versions: int, seed: int, models: Models) -> tuple[Models,
     with process_group():
         cloud = Deployed("cloud", seed, models["site"])
         model = DistributedDataParallel(cloud.model())
+        # the edges learn from all, the cloud from the edges: of the new class it is sure of what is wrong
+        own = config.model_copy(update={"distill": config.distill.model_copy(update={"learn_from": "others"})})
         teacher = Distillation(
-            model, config, proxy=proxy, coordinator=lambda node: fleet.parent(), site="site", folder=folder / "site"
+            model, own, proxy=proxy, coordinator=lambda node: fleet.parent(), site="site", folder=folder / "site"
         )
         optimizer = cloud.optimizer(model.parameters())
         loader = DataLoader(cloud.data("site", 0, 1), 32, shuffle=True)
