@@ -7,7 +7,8 @@ figures are ratios to the DDP runs of the same seed, steps and batch, medians ov
     loss_ratio_to_ddp       held-out loss of the newest version (not of a site's own weights)
     bytes_ratio_to_ddp      sent by a member and to it, in a network namespace of its own, headers and heartbeats included;
                             up_bytes_ratio_to_ddp: payload bytes of a site's updates alone
-    stall_over_step         time of a step at a boundary over the median step, minus one; _max: the longest
+    stall_over_step         time of a step at a boundary over the median step, minus one; _max: the longest; _of_last: that of the
+                            site that came last, so without the wait for one that was slower on its way to the boundary
     cycle_extra_over_step   all time of a cycle beyond the median step times its steps, over the median step
     tokens_per_s_ratio_to_ddp
 
@@ -256,18 +257,23 @@ def stalls(settings: dict[str, str], ranks: list[list[float]]) -> dict[str, floa
     """Of the cycles after the synchronous steps that a run may start with."""
     every, parts = int(settings["every"]), int(settings.get("fragments", "1"))
     warm = int(settings.get("warmup", "0"))
-    at_boundary, extra = [], []
+    by_site: list[list[float]] = []
+    extra = []
     for steps in ranks:
         median = statistics.median(steps[warm:])
+        mine: list[float] = []
         for end in range(warm + every, len(steps) + 1, every):
             cycle = steps[end - every : end]
-            at_boundary += [s / median - 1 for s in cycle[every // parts - 1 :: every // parts]]
+            mine += [s / median - 1 for s in cycle[every // parts - 1 :: every // parts]]
             if end + every <= len(steps) or "overlap" not in settings:  # the last cycle's transfers lie beyond the last step
                 extra.append(sum(cycle) / median - every)
+        by_site.append(mine)
     if not extra:
         return {}
+    at_boundary = [stall for mine in by_site for stall in mine]
     return {
         "stall_over_step": statistics.median(at_boundary),
+        "stall_over_step_of_last": statistics.median(min(both) for both in zip(*by_site, strict=True)),
         "stall_over_step_max": max(at_boundary),
         "cycle_extra_over_step": statistics.median(extra),
     }
@@ -291,7 +297,7 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 found[ratio][name] = statistics.median(row[key] / base[key] for row, base in mine)
         if all(row["up_bytes"] and base["bytes"] for row, base in mine):
             found["up_bytes_ratio_to_ddp"][name] = statistics.median(row["up_bytes"] / base["bytes"] for row, base in mine)
-        for key in ("stall_over_step", "stall_over_step_max", "cycle_extra_over_step"):
+        for key in ("stall_over_step", "stall_over_step_of_last", "stall_over_step_max", "cycle_extra_over_step"):
             if all(key in row for row, _ in mine):
                 found[key][name] = statistics.median(row[key] for row, _ in mine)
     return {ratio: {name: float(f"{value:.4g}") for name, value in by.items()} for ratio, by in found.items()}
