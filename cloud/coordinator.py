@@ -9,9 +9,9 @@ from fleetddp.common.assembly import assemble, open_journal
 from fleetddp.common.config import ONLY_TRACK
 from fleetddp.common.driver import Driver
 from fleetddp.common.errors import ConfigError
+from fleetddp.common.host import LoopHost
 from fleetddp.common.service import Service
 from fleetddp.common.telemetry import Telemetry
-from fleetddp.common.transport.server import LoopHost
 
 
 class Coordinator(Service):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from fleetddp.common.aggregator import Aggregator
 from fleetddp.common.clock import Clock
 from fleetddp.common.config import FleetConfig, ProxyConfig
-from fleetddp.common.driver import Driver, Host
+from fleetddp.common.driver import Driver
 from fleetddp.common.errors import ConfigError
+from fleetddp.common.host import Host
 from fleetddp.common.item_pool import ItemPool
 from fleetddp.common.journal import Journal
 from fleetddp.common.labels import layout_of

@@ -13,8 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from enum import Enum
-from typing import Any, Protocol, TypeVar, Union
+from typing import Any, TypeVar, Union
 
 from fleetddp.common.aggregator import Aggregator
 from fleetddp.common.clock import Clock
@@ -46,6 +45,7 @@ from fleetddp.common.events import (
     Tick,
     Wake,
 )
+from fleetddp.common.host import Host, Lane
 from fleetddp.common.item_pool import ItemPool
 from fleetddp.common.journal import Journal
 from fleetddp.common.layout import Layout
@@ -69,26 +69,6 @@ STATUS_ROOM = 16_384  # bytes of a message for what wraps a status: a word on ea
 MAX_STATUS_VERSIONS = 100
 
 _log = logging.getLogger(__name__)
-
-
-class Lane(Enum):
-    """Disk work of one lane is done one after another, in the order submitted; the lanes run side by side."""
-
-    JOURNAL = "journal"  # acceptances and facts: short
-    MERGE = "merge"  # making versions: long
-    SWEEP = "sweep"  # removing files: nobody waits for it
-
-
-class Host(Protocol):
-    """Where a driver runs: who does its disk work and who wakes it."""
-
-    def submit(self, lane: Lane, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """Do ``work`` off the driver's thread; call ``done`` on the driver's thread with its result or its exception."""
-        ...
-
-    def later(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
-        """Call ``call`` on the driver's thread in so many seconds; returns what cancels it."""
-        ...
 
 
 class Driver:

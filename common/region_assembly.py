@@ -8,8 +8,8 @@ from fleetddp.common import codecs
 from fleetddp.common.assembly import ITEMS, proxy_of
 from fleetddp.common.clock import Clock
 from fleetddp.common.config import CoordinatorConfig, FleetConfig, StartConfig, UntilConfig, WindowConfig
-from fleetddp.common.driver import Host
 from fleetddp.common.errors import ConfigError, Reason, Refused
+from fleetddp.common.host import Host
 from fleetddp.common.layout import Layout
 from fleetddp.common.open_items import bring
 from fleetddp.common.recovered import RecoveredRegion

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from fleetddp.common.clock import Clock
-from fleetddp.common.driver import RETRY_MAX_S, Driver, Host, Lane
+from fleetddp.common.driver import RETRY_MAX_S, Driver
 from fleetddp.common.errors import Refused, Unreachable
 from fleetddp.common.events import (
     Answered,
@@ -26,6 +26,7 @@ from fleetddp.common.events import (
     Sealed,
     Stand,
 )
+from fleetddp.common.host import Host, Lane
 from fleetddp.common.layout import Layout
 from fleetddp.common.open_items import ItemStore
 from fleetddp.common.region_journal import RegionJournal

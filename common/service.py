@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from fleetddp.common.clock import Clock, SystemClock
 from fleetddp.common.config import ONLY_TRACK, FleetConfig
 from fleetddp.common.driver import Driver
+from fleetddp.common.host import LoopHost
 from fleetddp.common.telemetry import Telemetry, serve
-from fleetddp.common.transport.server import LoopHost, Server
+from fleetddp.common.transport.server import Server
 
 GRACE_S = 0.2  # for the calls open at a stop: most are news streams, and a push goes on after a restart
 POLL_S = 0.1  # how often a finished run is looked at for members that have not left

@@ -14,12 +14,12 @@ from fleetddp.common.config import ONLY_TRACK, FleetConfig
 from fleetddp.common.driver import Driver
 from fleetddp.common.errors import FleetError, Reason, Refused
 from fleetddp.common.events import Event
+from fleetddp.common.host import LoopHost
 from fleetddp.common.region_assembly import assemble_region, open_region_items, open_region_journal, region_config
 from fleetddp.common.service import Service
 from fleetddp.common.shelf import Shelf, bring, place
 from fleetddp.common.telemetry import Telemetry
 from fleetddp.common.transport.failover import connect
-from fleetddp.common.transport.server import LoopHost
 from fleetddp.common.transport.uplink import Patience
 from fleetddp.common.transport.upward import Upward
 

@@ -20,7 +20,7 @@ import google_crc32c
 from fleetddp.common.assembly import assemble, open_journal
 from fleetddp.common.clock import Clock
 from fleetddp.common.config import FleetConfig
-from fleetddp.common.driver import Driver, Lane, answered
+from fleetddp.common.driver import Driver, answered
 from fleetddp.common.errors import Reason, Refused, Unreachable
 from fleetddp.common.events import (
     ByteRange,
@@ -37,6 +37,7 @@ from fleetddp.common.events import (
     Share,
     SliceRejected,
 )
+from fleetddp.common.host import Lane
 from fleetddp.common.journal import Journal
 from fleetddp.common.layout import Layout
 from fleetddp.common.open_items import Catalogue, Shared

@@ -1,7 +1,7 @@
 """The gRPC face of an aggregator: grpc.aio calls in, a ``Driver`` for each track behind them, all on one event loop.
 
 The loop moves messages and stages what arrives; reading a version's bytes happens in a few threads, and what must be durable goes
-through the driver's lanes (``LoopHost``). A refusal ends its call with the reason's status, the message as details and the
+through the driver's lanes (``host.py``). A refusal ends its call with the reason's status, the message as details and the
 reason in the trailing metadata; nothing that one call does ends another.
 """
 
@@ -19,11 +19,10 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 import grpc.aio
-import torch
 
 from fleetddp.common import security
 from fleetddp.common.config import FleetConfig
-from fleetddp.common.driver import Driver, Lane, answered
+from fleetddp.common.driver import Driver, answered
 from fleetddp.common.errors import REASONS, ConfigError, Reason, Refused, StorageError
 from fleetddp.common.events import Heard, Joined, Left, Offer, Proceed, Say, Share, SliceRejected, SliceStaged
 from fleetddp.common.staging import Stream
@@ -63,42 +62,6 @@ class Readable(Protocol):
     def read(self, start: int, stop: int) -> bytes:
         """Bytes [start, stop)."""
         ...
-
-
-class LoopHost:
-    """Runs a driver on the event loop it is made in: one thread a lane, timers of the loop.
-
-    A lane computes in its own thread only: merging waits for memory, and torch's threads, spinning, would take the cores from
-    those who receive.
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._lanes = {
-            lane: ThreadPoolExecutor(1, f"fleet-{lane.value}", initializer=torch.set_num_threads, initargs=(1,)) for lane in Lane
-        }
-
-    def submit(self, lane: Lane, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """See ``Host``."""
-        future: asyncio.Future[T] = self._loop.run_in_executor(self._lanes[lane], work)
-        future.add_done_callback(lambda f: _report(f, done))
-
-    def later(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
-        """See ``Host``."""
-        return self._loop.call_later(seconds, call).cancel
-
-    async def close(self) -> None:
-        """Finish the work in hand."""
-        for executor in self._lanes.values():
-            await self._loop.run_in_executor(None, executor.shutdown)
-
-
-def _report(future: asyncio.Future[T], done: Callable[[T | Exception], None]) -> None:
-    error = future.exception()
-    if error is None:
-        done(future.result())
-    else:
-        done(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
 class Server:

@@ -16,9 +16,10 @@ import google_crc32c
 
 from fleetddp.common.aggregator import Aggregator
 from fleetddp.common.config import FleetConfig
-from fleetddp.common.driver import Driver, Lane
+from fleetddp.common.driver import Driver
 from fleetddp.common.errors import FleetError, Refused
 from fleetddp.common.events import Effect, Event, Heartbeat, Join, Leave, Offer, Proceed, Say, SliceRejected
+from fleetddp.common.host import Lane
 from fleetddp.common.journal import Journal
 from fleetddp.common.news import Watcher
 from fleetddp.common.payload import Geometry

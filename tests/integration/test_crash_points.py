@@ -22,9 +22,10 @@ from fleetddp.common.aggregator import Aggregator
 from fleetddp.common.clock import VirtualClock
 from fleetddp.common.codecs import get
 from fleetddp.common.config import FleetConfig, parse
-from fleetddp.common.driver import Driver, Lane
+from fleetddp.common.driver import Driver
 from fleetddp.common.errors import Refused, StorageError
 from fleetddp.common.events import Heard, Heartbeat, Join, Offer, Proceed, SliceRejected, Tick
+from fleetddp.common.host import Lane
 from fleetddp.common.journal import CRASH_POINTS, Journal
 from fleetddp.common.layout import Layout
 from fleetddp.common.payload import Geometry, bytes_of

@@ -10,7 +10,7 @@ from helpers.steering import header, part, uid, version
 
 from fleetddp.common.clock import VirtualClock
 from fleetddp.common.config import FleetConfig, MembersConfig
-from fleetddp.common.driver import RETRY_MAX_S, Driver, Lane, answered
+from fleetddp.common.driver import RETRY_MAX_S, Driver, answered
 from fleetddp.common.errors import FleetError, Reason, Refused, StorageError
 from fleetddp.common.events import (
     Announce,
@@ -32,6 +32,7 @@ from fleetddp.common.events import (
     Tick,
     Wake,
 )
+from fleetddp.common.host import Lane
 from fleetddp.common.news import MAX_RECEIPTS, Watcher
 from fleetddp.common.telemetry import Telemetry
 from fleetddp.common.transport.memory import InlineHost
