@@ -33,7 +33,9 @@ class Command:
         self.lines: list[str] = []
         self._changed = threading.Condition()
         environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-        code = "from fleetddp.cloud.cli import main; main()"
+        # As in a terminal: a shell's background job, which the tests may be, ignores SIGINT, and so would what it starts.
+        ready = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+        code = f"{ready}; from fleetddp.cloud.cli import main; main()"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments],
             stdout=subprocess.PIPE,
