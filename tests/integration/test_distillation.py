@@ -124,5 +124,5 @@ def test_a_fleet_of_unlike_models_learns_what_none_has_seen(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr[-4000:]
     assert "accuracy" in done.stderr
     told = [float(found) for found in re.findall(r"e2: version .* accuracy ([0-9.]+)", "".join(other.lines))]
-    assert node.metrics["accuracy"] > 0.8  # alone at most 0.5 ...
-    assert max(told) > 0.8  # ... and 0.75
+    assert node.metrics["accuracy"] > 0.65  # alone at most 0.5; the site, not this node, ends the run ...
+    assert max(told) > 0.8  # ... alone at most 0.75
