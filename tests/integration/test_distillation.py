@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import yaml
 from helpers import soft_ranks
 from helpers.fleet import running
-from helpers.processes import commands
+from helpers.processes import commands, eventually
 from helpers.soft_tasks import Corners, FarCorners, proxy_set
 
 from fleetddp.common.config import SecurityConfig, parse
@@ -118,11 +119,16 @@ def test_a_fleet_of_unlike_models_learns_what_none_has_seen(tmp_path: Path) -> N
             command = [*TORCHRUN, "-m", "fleetddp.cloud.train", str(tmp_path / "fleet.yaml")]
             site = environment(FLEETDDP_NODE="lab")
             done = subprocess.run(command, env=site, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+            assert done.returncode == 0, done.stderr[-4000:]
+            # What the site has said stays in the consensus: a node that the site outran learns on. Alone: 0.5 and 0.75 at most.
+            eventually(lambda: node.metrics.get("accuracy", 0.0) > 0.8, "one has learnt what only others have seen")
+            eventually(lambda: max(told(other.lines), default=0.0) > 0.8, "the other has, too")
             assert other.end(signal.SIGTERM) == 0
         node.stop()
         thread.join(30.0)
-    assert done.returncode == 0, done.stderr[-4000:]
     assert "accuracy" in done.stderr
-    told = [float(found) for found in re.findall(r"e2: version .* accuracy ([0-9.]+)", "".join(other.lines))]
-    assert node.metrics["accuracy"] > 0.65  # alone at most 0.5; the site, not this node, ends the run ...
-    assert max(told) > 0.8  # ... alone at most 0.75
+
+
+def told(lines: Iterable[str]) -> list[float]:
+    """What node e2 has logged of its accuracy."""
+    return [float(found) for found in re.findall(r"e2: version .* accuracy ([0-9.]+)", "".join(lines))]
