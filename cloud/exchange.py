@@ -56,8 +56,7 @@ class Exchange:
         self._cut = cut(layout, fragments)
         self.shares = self.share_out(carriers)
         self.intervals = self.shares[group.rank()]
-        self._anchor: Pieces = []
-        self._left: list[int] = []  # places whose anchor is the weights as they are, and has not been read yet
+        self.anchor: Pieces = []
         self._settled: Residual = [None] * len(self.intervals)  # the residual before the last update
         self._last: Outgoing | None = None  # the last update, until its residual has been asked for
         self._last_fragment = 0  # that it is
@@ -99,22 +98,6 @@ class Exchange:
         self.layout.write_(self._module, buffers, section)
 
     @property
-    def anchor(self) -> Pieces:
-        """This rank's slice of the weights that the next update counts from."""
-        for place in self._left:
-            self.layout.read(self._module, self._anchor[place], self.intervals[place])
-        self._left = []
-        return self._anchor
-
-    @anchor.setter
-    def anchor(self, anchor: Pieces) -> None:
-        self._anchor, self._left = anchor, []
-
-    def train_on(self) -> None:
-        """The weights are about to change: take the anchor of the last update, unless a version has taken its place."""
-        _ = self.anchor
-
-    @property
     def residual(self) -> Residual:
         """What the codec has left out so far, for each interval. Waits until the last update is encoded."""
         if self._last is not None:
@@ -145,13 +128,11 @@ class Exchange:
         return self._out.encode(values, interval), None
 
     def commit(self, outgoing: Outgoing, fragment: int = 0) -> None:
-        """``outgoing`` is being sent: the next update of this fragment starts at the weights as they are.
-
-        These are copied when a step is to change them (``train_on``): where the site waits for a version, none does.
-        """
+        """``outgoing`` is being sent: the next update of this fragment starts at the weights as they are."""
         self._before = self.residual
         self._last, self._last_fragment = outgoing, fragment
-        self._left = [*self._left, *self._places(fragment)]
+        for place in self._places(fragment):
+            self.layout.read(self._module, self.anchor[place], self.intervals[place])
 
     def restore_residual(self) -> None:
         """The last update was refused: as if it had never been encoded."""
@@ -187,8 +168,6 @@ class Exchange:
         """
         geometry = Geometry(self.layout, get(codec))
         own = [place for fragment in fragments for place in self._places(fragment)]
-        if not carry:
-            self._left = [place for place in self._left if place not in own]
         anchor = dict(enumerate(self.anchor))
         for source, share in enumerate(self.shares):
             intervals = [share[place] for fragment in fragments for place in self._places(fragment, share)]

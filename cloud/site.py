@@ -337,7 +337,6 @@ class Site:
                 self._adopt(order)
             case "go":
                 self._run = order.run
-                self._exchange.train_on()
                 if self._courier is not None:
                     self._courier.forget(order.open)
                 if order.finished:

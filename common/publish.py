@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -114,11 +113,11 @@ class Publisher:
                     changed=changed,
                     optimizer_since=step.since,
                 )
-                for fragment, interval, mean in step.means():
+                for fragment, interval in step.blocks():
                     if interval[0] < layout.parameters:
-                        writer.parameters(interval, *step.parameters(fragment, interval, mean))
+                        writer.parameters(interval, *step.parameters(fragment, interval))
                     else:
-                        writer.buffers(step.buffers(interval, mean))
+                        writer.buffers(step.buffers(fragment, interval))
                 return self._finish(writer, file, decision, layout, step.scalars)
 
     def _consensus(self, consensus: Consensus, decision: Decision, layout: Layout) -> Version:
@@ -197,34 +196,17 @@ class _Step:
         self.scalars = {name: head.scalars.get(name, 0.0) if kept else 0.0 for name in self.names}
         size = min(BLOCK_ELEMENTS, self._layout.elements)
         self._sum, self._product = (torch.empty(size, dtype=torch.float64) for _ in range(2))
-        self._weights = torch.empty(size, dtype=torch.float32)
-        self._merged = [torch.empty(size, dtype=torch.float32) for _ in range(2)]  # in turn
+        self._weights, self._merged = (torch.empty(size, dtype=torch.float32) for _ in range(2))
         self._state = {slot: torch.empty(size, dtype=torch.float32) for slot in outer.slots}
 
-    def means(self) -> Iterator[tuple[int, Interval, Tensor | None]]:
-        """All elements in order, block by block: the fragment it lies in, and the mean of what covers it (None: nothing does).
-
-        A thread makes the next mean while this one steps and writes the last, which is good until the next one is asked for.
-        """
-        blocks = list(self._blocks())
-        if len(blocks) == 1:  # a thread costs more
-            yield *blocks[0], self._mean(*blocks[0], self._merged[0])
-            return
-        with ThreadPoolExecutor(1, "fleet-mean", initializer=torch.set_num_threads, initargs=(1,)) as thread:
-            making = thread.submit(self._mean, *blocks[0], self._merged[0])
-            for index, block in enumerate(blocks):
-                mean = making.result()
-                if index + 1 < len(blocks):
-                    making = thread.submit(self._mean, *blocks[index + 1], self._merged[(index + 1) % 2])
-                yield *block, mean
-
-    def _blocks(self) -> Iterator[tuple[int, Interval]]:
+    def blocks(self) -> Iterator[tuple[int, Interval]]:
+        """All elements in order, each block with the fragment that it lies in."""
         for index, intervals in enumerate(cut(self._layout, self._count)):
             for interval in intervals:
                 for block in blocks(*interval):
                     yield index, block
 
-    def parameters(self, fragment: int, interval: Interval, mean: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def parameters(self, fragment: int, interval: Interval) -> tuple[Tensor, dict[str, Tensor]]:
         """The next exact weights of a block, and the optimizer's state vectors."""
         n = interval[1] - interval[0]
         weights = self._previous.weights(interval, self._weights[:n])
@@ -235,24 +217,24 @@ class _Step:
                 self._previous.slot(slot, interval, vector)
             else:
                 vector.zero_()
-        if mean is not None:
+        if self._terms[fragment]:
             names = {scalar: self._name(scalar, fragment) for scalar in self._outer.scalars}
             before = {scalar: self._previous.head.scalars[name] for scalar, name in names.items()} if resumed else None
-            after = self._outer.step(weights, mean, state, before)
+            after = self._outer.step(weights, self._mean(fragment, interval), state, before)
             self.scalars |= {names[scalar]: value for scalar, value in after.items()}
         return weights, state
 
-    def buffers(self, interval: Interval, mean: Tensor | None) -> Tensor:
+    def buffers(self, fragment: int, interval: Interval) -> Tensor:
         """The next buffers of a block: the mean of those that arrived, else the ones before."""
-        return self._previous.weights(interval, self._weights[: interval[1] - interval[0]]) if mean is None else mean
+        if any(term.buffer_coefficient for term in self._terms[fragment]):
+            return self._mean(fragment, interval)
+        return self._previous.weights(interval, self._weights[: interval[1] - interval[0]])
 
-    def _mean(self, fragment: int, interval: Interval, out: Tensor) -> Tensor | None:
-        n, terms = interval[1] - interval[0], self._terms[fragment]
-        counted = terms if interval[0] < self._layout.parameters else [t for t in terms if t.buffer_coefficient]
-        if not counted:
-            return None
+    def _mean(self, fragment: int, interval: Interval) -> Tensor:
+        n = interval[1] - interval[0]
+        terms = self._terms[fragment]
         weighted_sum(self._operand, terms, self._layout, interval, out=self._sum[:n], product=self._product[:n])
-        return out[:n].copy_(self._sum[:n])
+        return self._merged[:n].copy_(self._sum[:n])
 
     def _name(self, scalar: str, fragment: int) -> str:
         return scalar if self._count == 1 else f"{scalar}.{fragment}"
