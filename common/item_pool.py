@@ -62,14 +62,13 @@ class ItemPool(ItemStore):
         What others have shared already is this node's too from now on. Raises ``Refused``: WRONG_SHAPE; ITEMS_FULL where
         nothing of it is known, and there is no room.
         """
-        if offer.shape != self.shape:
-            raise Refused(Reason.WRONG_SHAPE, f"samples of shape {list(offer.shape)}; the proxy set's have {list(self._shape())}")
+        self.check_shape(offer.shape)
         known = self._own(offer)
         new = [digest for digest in dict.fromkeys(offer.digests) if digest not in known]
         room = self.room(offer.of)
         if new and not known and not room:
             raise Refused(Reason.ITEMS_FULL, f"there is no room for more samples of {offer.of}: {self._usage(offer.of)}")
-        return tuple(new[: min(room, max(1, most_bytes // self.item_bytes))])
+        return tuple(new[: min(room, self.at_once(most_bytes))])
 
     def take(self, offer: Share, found: Mapping[str, bytes]) -> Shared:
         """Keep these samples, by digest; durable when it returns. ``Refused``: WRONG_SIZE, NOT_FINITE, WRONG_DIGEST."""
@@ -89,9 +88,7 @@ class ItemPool(ItemStore):
 
     def room(self, node: str) -> int:
         """For how many more of this node's samples there is room."""
-        with self._reading():
-            filled = self._db.execute("SELECT count(*) FROM items").fetchone()[0]
-            own = self._db.execute("SELECT count(*) FROM owners WHERE node = ?", (node,)).fetchone()[0]
+        filled, own = self._filled(node)
         quota = math.inf if self._config.per_node is None else self._config.per_node - own
         return int(max(0, min(self._config.items - filled, quota)))
 
@@ -145,11 +142,15 @@ class ItemPool(ItemStore):
                 db.executemany("INSERT OR IGNORE INTO owners (slot, node) VALUES (?, ?)", new)
         return [digest for _, digest, _, _ in found]
 
-    def _usage(self, node: str) -> str:
+    def _filled(self, node: str) -> tuple[int, int]:
+        """How many slots are filled, and how many of these with what this node shares."""
         with self._reading():
             filled = self._db.execute("SELECT count(*) FROM items").fetchone()[0]
             own = self._db.execute("SELECT count(*) FROM owners WHERE node = ?", (node,)).fetchone()[0]
-        most = self._config
+        return int(filled), int(own)
+
+    def _usage(self, node: str) -> str:
+        (filled, own), most = self._filled(node), self._config
         return f"{filled} of {most.items} slots are filled (proxy.open.items), {own} by it (per_node: {most.per_node})"
 
 

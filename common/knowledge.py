@@ -278,7 +278,7 @@ class Knowledge:
             for start, stop in sorted(self._turn(base), key=lambda run: run[0] < len(self.proxy)):  # open ones first
                 fresh = torch.nonzero(self._held[start:stop] & ~wanted[start:stop]).squeeze(1)[: left - int(wanted.sum())]
                 wanted[start + fresh] = True
-        return _runs(wanted)
+        return runs(torch.nonzero(wanted).squeeze(1).tolist())
 
     def _pull(self, parent: Parent, version: int, items: Sequence[Interval]) -> None:
         geometry, count, width = Geometry(self.layout, self._published), self.count, self.proxy.classes + 1
@@ -343,12 +343,6 @@ def _check(proxy: ProxySet, config: FleetConfig) -> None:
         raise ConfigError(f"proxy: the set here is not the fleet file's ({section.items} items, {section.digest}); it is {held}")
     if (section.name, section.classes) != (proxy.name, proxy.classes):
         raise ConfigError(f"proxy: a set {proxy.name!r} of {proxy.classes} classes; due is {section.name!r} of {section.classes}")
-
-
-def _runs(chosen: Tensor) -> list[Interval]:
-    """Runs of true elements of bool[n], [start, stop) each, ascending."""
-    edges = torch.diff(chosen.to(torch.int8), prepend=torch.zeros(1, dtype=torch.int8), append=torch.zeros(1, dtype=torch.int8))
-    return list(zip(torch.nonzero(edges == 1).squeeze(1).tolist(), torch.nonzero(edges == -1).squeeze(1).tolist(), strict=True))
 
 
 def _gather(ranges: Sequence[Interval]) -> tuple[dict[int, bytearray], Callable[[int, memoryview], None]]:

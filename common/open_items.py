@@ -196,6 +196,15 @@ class ItemStore:
                 start += count
         return b"".join(pieces)
 
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Whether samples that are offered are of the shape of those here; ``Refused(WRONG_SHAPE)``."""
+        if shape != self.shape:
+            raise Refused(Reason.WRONG_SHAPE, f"samples of shape {list(shape)}; the proxy set's have {list(self._shape())}")
+
+    def at_once(self, most_bytes: int) -> int:
+        """How many items fit so many bytes; one in any case."""
+        return max(1, most_bytes // self.item_bytes)
+
     # ---- what changes ---------------------------------------------------------------------------------------------------------
 
     def erase_expired(self) -> float:
@@ -321,8 +330,7 @@ def bring(source: ItemSource, store: ItemStore, version: int) -> None:
         for item in store.items()
         if item.is_labelled(version) and item.slot not in held and item.slot not in gone and item.expires_at > now
     ]
-    size = store.item_bytes
-    step = max(1, min(BATCH_BYTES // size, MOST_RANGES))
+    size, step = store.item_bytes, min(store.at_once(BATCH_BYTES), MOST_RANGES)
     for first in range(0, len(lacking), step):
         slots = lacking[first : first + step]
         pieces = {slot: bytearray() for slot in slots}

@@ -25,11 +25,10 @@ class RegionItems(ItemStore):
 
     def wanted(self, offer: Share, most_bytes: int) -> tuple[str, ...]:
         """See ``ItemPool``. What is here already need not be sent."""
-        if offer.shape != self.shape:
-            raise Refused(Reason.WRONG_SHAPE, f"samples of shape {list(offer.shape)}; the proxy set's have {list(self._shape())}")
+        self.check_shape(offer.shape)
         here = self._here(offer.digests)
         new = [digest for digest in offer.digests if digest not in here]
-        return tuple(new[: max(1, most_bytes // self.item_bytes)])
+        return tuple(new[: self.at_once(most_bytes)])
 
     def take(self, offer: Share, found: Mapping[str, bytes]) -> Shared:
         """Offer these, and what is here of the rest, to the parent in the device's name."""
