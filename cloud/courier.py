@@ -161,27 +161,32 @@ class Courier:
         sequence = parcel.header.update_id.sequence
         if self._keeps:
             payload = memoryview(bytes(payload))  # its memory is the next update's once this one is answered
-            self._kept[sequence] = lambda: self._parent.push(parcel.header, cut, payload)
-        receipt = self._persist(lambda: self._parent.push(parcel.header, cut, payload))
-        tally = f"/{sequence}"
+
+        def push() -> Receipt:
+            return self._parent.push(parcel.header, cut, payload)
+
+        if self._keeps:
+            self._kept[sequence] = push
+        self._receipt = self._answer_to(sequence, push)
+        self._rendezvous.report(f"answered/{sequence}")
+
+    def _push_again(self, sequence: int) -> None:
+        push = self._kept.get(sequence)
+        if push is not None:  # else it was settled meanwhile
+            receipt = self._answer_to(sequence, push)
+            if receipt.state is State.REFUSED:
+                _log.warning("update %s was lost with its parent: %s %s", receipt.update_id, receipt.reason, receipt.message)
+        self._rendezvous.report(f"answered/{sequence}")
+
+    def _answer_to(self, sequence: int, push: Callable[[], Receipt]) -> Receipt:
+        """The tally ``refused/<sequence>`` counts a refusal; one that would befall every update is raised."""
+        receipt = self._persist(push)
         if receipt.state is State.REFUSED:
             reason = Reason(receipt.reason)
             if reason not in DROPPED:
                 raise Refused(reason, receipt.message)
-            self._rendezvous.report(f"refused{tally}")
-        self._receipt = receipt
-        self._rendezvous.report(f"answered{tally}")
-
-    def _push_again(self, sequence: int) -> None:
-        push = self._kept.get(sequence)
-        if push is not None:  # settled meanwhile
-            receipt = self._persist(push)
-            if receipt.state is State.REFUSED:
-                if Reason(receipt.reason) not in DROPPED:
-                    raise Refused(Reason(receipt.reason), receipt.message)
-                _log.warning("update %s was lost with its parent: %s %s", receipt.update_id, receipt.reason, receipt.message)
-                self._rendezvous.report(f"refused/{sequence}")
-        self._rendezvous.report(f"answered/{sequence}")
+            self._rendezvous.report(f"refused/{sequence}")
+        return receipt
 
     def _pull(self, errand: Errand) -> None:
         try:
