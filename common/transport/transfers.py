@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from fleetddp.common.checksum import checksum, joined
 from fleetddp.common.errors import Reason, Refused, Unreachable
@@ -18,6 +18,8 @@ from fleetddp.common.transport.chunks import ChunkBytes
 from fleetddp.common.transport.limits import CHUNK_BYTES
 from fleetddp.common.update import ProxyInfo, Receipt, Slice, Version
 from fleetddp.protos import fleet_pb2 as pb
+
+Outcome = TypeVar("Outcome", covariant=True)
 
 
 class Transfer(Protocol):
@@ -183,6 +185,24 @@ class PushTransfer:
         for start, stop in self._geometry.chunks(skip(self.ranges, held), CHUNK_BYTES):
             yield chunks.pack(start, self.payload[at : at + stop - start])
             at += stop - start
+
+
+class Attempt(Protocol[Outcome]):
+    """One call that sends in a stream: ``requests`` runs in grpc's sending thread, the rest in the caller's."""
+
+    watch: StallWatch
+
+    def requests(self) -> Iterator[Any]:
+        """What is sent, as far as the parent's answers allow."""
+        ...
+
+    def take(self, reply: Any) -> Outcome | None:
+        """One answer: the outcome, or None while there is more to come."""
+        ...
+
+    def end(self) -> None:
+        """The call is over: let the sending thread go."""
+        ...
 
 
 class PushAttempt:

@@ -28,7 +28,7 @@ from fleetddp.common.security import channel_credentials, check_plaintext, expla
 from fleetddp.common.transport import MEMBER_REASONS, Sink, chunks, items, limits, offers, wire
 from fleetddp.common.transport.backoff import Backoff
 from fleetddp.common.transport.items import ItemsTransfer, ShareAttempt
-from fleetddp.common.transport.transfers import ProxyTransfer, PullTransfer, PushTransfer, StallWatch, Transfer
+from fleetddp.common.transport.transfers import Attempt, ProxyTransfer, PullTransfer, PushTransfer, StallWatch, Transfer
 from fleetddp.common.update import Kind, ProxyInfo, Receipt, Slice, State, UpdateHeader, Version
 from fleetddp.protos import fleet_pb2 as pb
 
@@ -168,22 +168,8 @@ class Uplink:
 
     def share(self, offer: Share, data: Callable[[str], bytes]) -> Shared:
         """Offer samples, and send what is wanted of them. A single attempt: what arrived is known the next time."""
-        link = self._current()
-        attempt = ShareAttempt(items.pack_share(offer), data)
-        attempt.header.track = self._track
-        call = self._open(link, "Share", attempt.requests())
-        with StallWatch(call.cancel, self._patience.stall_s) as attempt.watch:
-            try:
-                for reply in call:
-                    shared = attempt.take(reply)
-                    if shared is not None:
-                        return shared
-            except grpc.RpcError as error:
-                raise self._broken(link, attempt.watch, error) from None
-            finally:
-                attempt.end()
-                call.cancel()
-        raise Unreachable(f"{self.address} ended an offer of samples without an answer")
+        attempt = ShareAttempt(self._of_track(items.pack_share(offer)), data)
+        return self._send_once("Share", attempt, "an offer of samples without an answer")
 
     def withdraw(self, share: Share) -> int:
         """Take back what was shared. A single attempt."""
@@ -244,21 +230,24 @@ class Uplink:
     def _push_once(self, transfer: PushTransfer, header: UpdateHeader, slice: Slice) -> Receipt:
         if not transfer.ranges:
             transfer.place(Geometry.of_update(header, self._layout_for(header)), slice)
+        return self._send_once("Push", transfer.attempt(), f"the push of {header.update_id} without a receipt")
+
+    def _send_once(self, method: str, attempt: Attempt[T], what: str) -> T:
+        """One call that sends in a stream; its outcome. ``what``: it ended, if there is none."""
         link = self._current()
-        attempt = transfer.attempt()
-        call = self._open(link, "Push", attempt.requests())
+        call = self._open(link, method, attempt.requests())
         with StallWatch(call.cancel, self._patience.stall_s) as attempt.watch:
             try:
                 for reply in call:
-                    receipt = attempt.take(reply)
-                    if receipt is not None:
-                        return receipt
+                    outcome = attempt.take(reply)
+                    if outcome is not None:
+                        return outcome
             except grpc.RpcError as error:
                 raise self._broken(link, attempt.watch, error) from None
             finally:
                 attempt.end()
                 call.cancel()
-        raise Unreachable(f"{self.address} ended the push of {header.update_id} without a receipt")
+        raise Unreachable(f"{self.address} ended {what}")
 
     def _layout_for(self, header: UpdateHeader) -> Layout | None:
         if header.kind is Kind.INIT:
